@@ -78,7 +78,7 @@ class Call:
         self.counted_bytes = 0  # size of a large body, counted by the connection's Flow
 
     def fields(self, kind: type[T]) -> T:
-        """Convert the extFields to a msgspec Struct. Unknown fields are ignored. Raises Refused."""
+        """Convert the extFields to a msgspec Struct. Unknown fields are ignored. Raises Refused for a wrong field."""
         try:
             return msgspec.convert(self.command.ext, kind, strict=False)
         except msgspec.ValidationError as error:
@@ -191,6 +191,7 @@ def _host_bytes(host: str, port: int) -> Host:
 
 @lru_cache(1_024)
 def _ip_bytes(host: str) -> bytes:
+    """Convert an IP address to bytes, or resolve a host name. Raises OSError."""
     try:
         return ip_address(host.partition("%")[0]).packed
     except ValueError:
@@ -199,7 +200,10 @@ def _ip_bytes(host: str) -> bytes:
 
 
 def compile_subscription(filters: FilterCache, expression: str, kind: str, topic: Topic) -> Filter:
-    """Compile the filter expression of a subscription to this topic. Raises Refused."""
+    """Compile the filter expression of a subscription to this topic. Raises Refused if it cannot be parsed.
+
+    `kind` is TAG or SQL92.
+    """
     try:
         return filters.get(expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
     except InvalidFilter as error:
@@ -216,7 +220,10 @@ def illegal_queue_error(code: ResponseCode, queue_id: int, topic: Topic) -> Refu
 
 
 def encode_with_object_keys(entries: Iterable[tuple[Any, Any]]) -> msgspec.Raw:
-    """Encode a table whose keys are JSON objects. The result can be a value in a structure that msgspec encodes."""
+    """Encode a table of keys and values, whose keys are JSON objects (see the module docstring).
+
+    The result can be a value in a structure that msgspec encodes.
+    """
     encode = msgspec.json.encode
     return msgspec.Raw(b"{" + b",".join(encode(key) + b":" + encode(value) for key, value in entries) + b"}")
 
@@ -232,9 +239,10 @@ async def encode_by_name(items: Iterable[T], entry: Callable[[T], tuple[str, obj
 
 
 def decode_object_keys(body: bytes, name: str) -> Iterator[tuple[Any, int]]:
-    """Yield key and number of each entry of the table `name`, whose keys are JSON objects. No table: yields nothing.
+    """Yield the key and the number of each entry of the table `name` in a JSON body. Its keys are JSON objects.
 
-    Used for the answers of clients. Reading stops at the first entry that does not have this form.
+    Without the table, it yields nothing. Reading stops at the first entry that does not have this form. Used for the
+    answers of clients.
     """
     table_start = re.search(rb'"%s"\s*:\s*\{' % re.escape(name.encode()), body)
     position = table_start.end() if table_start else len(body)
@@ -288,7 +296,10 @@ class Dispatch:
         self._reply(call, answer_failure(call, error))
 
     def handle(self, connection: Connection, command: Command) -> None:
-        """Call the handler of a request, and send its answer now or when it is ready."""
+        """Call the handler of a request, and send its answer now or when it is ready.
+
+        A request is refused with SYSTEM_BUSY if the connection has too many pending requests or unread answers.
+        """
         call = Call(connection, command)
         handler = self._handlers.get(command.code)
         if handler is None:
@@ -340,7 +351,7 @@ class Dispatch:
 
 
 def answer_failure(call: Call, error: Exception) -> Command:
-    """Create the answer to a request that failed. An internal fault is logged."""
+    """Create the answer to a request that failed with this error. An internal fault is logged."""
     log_failure(logger, str(call.command.code), error)
     return call.answer(response_code(error), sentence(error))
 
@@ -424,10 +435,10 @@ REQUIRED_PERMISSIONS: dict[int, RequiredPermission] = {
 def verify_signer(access: Access, command: Command) -> Caller:
     """Verify the signature of a request and return its account. Raises Unauthorized.
 
-    RocketMQ's clients compute the ACL signature as follows. `signed_content` returns the signed bytes.
+    RocketMQ's clients compute the signature as follows. `signed_content` returns `content`.
 
         Signature = base64(HMAC-SHA1(secret, content))
-        content = the values of all other extFields in the order of their names, then the body
+        content = the values of all extFields but Signature, in the order of their names, then the body
     """
     key = command.ext.get(ACCESS_KEY)
     if not key:
@@ -440,7 +451,7 @@ def verify_signer(access: Access, command: Command) -> Caller:
 
 
 def signed_content(command: Command) -> bytes:
-    """Return the bytes that the signature covers."""
+    """Return the bytes that the signature of a request covers."""
     ext = command.ext
     unsigned_fields = _UNSIGNED_FIELDS_OLD if command.version <= UNSIGNED_UP_TO_VERSION else _UNSIGNED_FIELDS
     values = "".join(ext[name] for name in sorted(ext) if name not in unsigned_fields)

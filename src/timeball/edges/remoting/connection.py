@@ -58,16 +58,13 @@ RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # not more, since each byte has several 
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
 BUFFERED_BYTES_MAX = 64 * 1024  # of answers that are written together
 LARGE_BYTES = 64 * 1024  # a body of at least this size counts as `received` while its request is pending
-WAITING_MAX = (
-    1_024  # connections whose frame does not fit yet. Each holds one read of its socket, up to 256 KiB
-)
-UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = (
-    8 * 1024 * 1024,
-    1024 * 1024,
-)  # of one connection: stop and resume reading its requests. High: two answers to pulls
-UNREAD_SMALL_BYTES = (
-    64 * 1024
-)  # a connection with at most this is not closed because of others of its address
+# Connections whose frame does not fit yet. Each holds one read of its socket, up to 256 KiB.
+WAITING_MAX = 1_024
+# Unread answers of one connection at which the edge stops (high) and resumes (low) reading its requests. High: two
+# answers to pulls.
+UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024
+# A connection with at most so many unread bytes is not closed because of other connections of its address.
+UNREAD_SMALL_BYTES = 64 * 1024
 
 # Gets the frames that one read of the socket has completed.
 Receiver = Callable[["Connection", list[Any]], None]
@@ -112,17 +109,19 @@ class Flow:
     # -- received bytes --------------------------------------------------------------------------------------
 
     def count_frame(self, awaited_bytes: int) -> bool:
-        """Count the incomplete frame with its full size. Returns False if too many connections wait already.
+        """Count the incomplete frame with its full size, `awaited_bytes` (0: there is no incomplete frame).
 
-        While the frame does not fit, the socket is not read.
+        While the frame does not fit, the socket is not read. Returns False if too many connections wait already: the
+        caller closes the connection.
         """
         received, more_bytes = self._memory_limits.received, awaited_bytes - self._frame_bytes
         if more_bytes <= 0:
-            if more_bytes:
+            if more_bytes:  # the frame that was counted is complete, and the next one is smaller
                 self._frame_bytes = awaited_bytes
                 received.remove(self._address, -more_bytes)
             if not received.held_bytes or received.fits(self._address, 0):
                 return True
+            # There are no more bytes to count, but the address has used up its share: the connection waits.
             more_bytes = 0
         if received.reserve(self._address, more_bytes, self._on_granted):
             self._frame_bytes += more_bytes
@@ -146,6 +145,7 @@ class Flow:
         self._memory_limits.received.remove(self._address, counted_bytes)
 
     def _on_granted(self) -> None:
+        """Resume reading: the bytes that `count_frame` has requested fit now."""
         self._frame_bytes += self._requested_bytes
         self.is_waiting = False
         self._pause_or_resume_reading()
@@ -175,6 +175,7 @@ class Flow:
         self._pause_or_resume_reading()
 
     def _pause_or_resume_reading(self) -> None:
+        """Pause reading from the socket while the frame waits for memory or the client is slow. Else resume it."""
         if self._transport is None or self._transport.is_closing():
             return
         if self.is_waiting or self._is_slow:
@@ -243,6 +244,7 @@ class Connection(asyncio.Protocol):
         self.flow.start(self._transport, self.peer[0])
 
     def _exceeds_limit(self) -> bool:
+        """Return whether the client's address has used up its share of CONNECTIONS_MAX."""
         # A shortcut: below half of CONNECTIONS_MAX, `exceeds_share` is false for every address.
         if len(self._open_connections) < CONNECTIONS_MAX // 2:
             return False
@@ -313,7 +315,10 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes. A client with too many unread bytes loses its connection, so that memory stays bounded."""
+        """Send bytes. A client with too many unread bytes loses its connection, so that memory stays bounded.
+
+        Answers to several frames of one read are buffered, and written together (`_receive`).
+        """
         if not self._is_buffering:
             self._write(data)
             return

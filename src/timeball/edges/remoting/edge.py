@@ -99,9 +99,8 @@ class RemotingEdge:
             return port
         loop, access, tls = asyncio.get_running_loop(), self._security.access, self._security.tls
         receiver = self._receive if access is None else partial(self._receive_signed, access)
-        cut_function = (
-            self.codec.cut if access is None else cut
-        )  # with signatures no runs, since each frame is checked
+        # With an access file, each request is checked, so sends are not joined to runs.
+        cut_function = self.codec.cut if access is None else cut
 
         def create_connection() -> Connection:
             return Connection(receiver, self._connections, loop, self._memory_limits, cut_function, edge)
@@ -120,7 +119,7 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Any]) -> None:
-        """Handle frames, runs of sends and plain pulls, as the codec has split them."""
+        """Handle the frames, runs of sends and plain pulls of one read, as the codec has split them."""
         plain_pull_type = self.codec.pull
         for frame in frames:
             frame_type = type(frame)
@@ -150,7 +149,7 @@ class RemotingEdge:
             return False
 
     def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
-        """Check signature and permissions of each request before it is handled."""
+        """Handle the frames of one read. The signature and the permissions of each request are checked first."""
         for frame in frames:
             try:
                 command = decode(frame)

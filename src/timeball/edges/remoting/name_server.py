@@ -45,7 +45,10 @@ class GroupLeader(NamedTuple):
 
 
 class NameServer:
-    """Answers route requests of RocketMQ's clients on one port. Belongs to the event loop."""
+    """Answers route requests of RocketMQ's clients on one port. Belongs to the event loop.
+
+    `groups` returns the groups of the cluster and their current leaders.
+    """
 
     def __init__(
         self,
@@ -119,25 +122,30 @@ class NameServer:
             call.connection.send(reply)
 
     async def _create_answer(self, call: Call) -> Command:
-        """Join the answers of all leaders to a name-server request, or forward another request to one leader."""
+        """Join the answers of all leaders to a name-server request, or forward another request to one leader.
+
+        Raises Unavailable.
+        """
         code = call.command.code
         if code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
             return await self._route(call)
         if code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            answers = [body for _, body in self._successful_bodies(await self._ask_all(call))]
-            return call.answer_json(_join_clusters(answers))
+            return call.answer_json(_join_clusters(_successful_bodies(await self._ask_all(call))))
         if code in TOPIC_LISTS:
-            lists = [
-                body.get("topicList", []) for _, body in self._successful_bodies(await self._ask_all(call))
-            ]
-            return call.answer_json({"topicList": sorted({name for names in lists for name in names})})
+            bodies = _successful_bodies(await self._ask_all(call))
+            topics = {name for body in bodies for name in body.get("topicList", [])}
+            return call.answer_json({"topicList": sorted(topics)})
         leaders = [group.leader for group in self._groups() if group.leader is not None]
         if not leaders:
-            raise Unavailable("no group of the cluster has a leader now; ask again in a moment")
+            raise _no_leader()
         return _copy_answer(call, await self._ask_leader(leaders[0], call.command))
 
     async def _route(self, call: Call) -> Command:
-        """Join the topic's queues and the leaders of all groups that have the topic."""
+        """Join the topic's queues and the leaders of all groups that have the topic.
+
+        For a group whose leader does not answer, the last known route counts, without an address. If no group has the
+        topic, the refusal of one of them is the answer. Raises Unavailable if no leader answers.
+        """
         topic, answers = call.command.ext.get("topic", ""), await self._ask_all(call)
         queues, brokers, order, error_answer = [], [], [], None
         for group, answer in answers.items():
@@ -157,35 +165,25 @@ class NameServer:
                 brokers.append({**broker, "brokerAddrs": addresses})
         if not queues:
             if error_answer is None:
-                raise Unavailable("no group of the cluster has a leader now; ask again in a moment")
+                raise _no_leader()
             return _copy_answer(call, error_answer)
         route = {"queueDatas": queues, "brokerDatas": brokers, "filterServerTable": {}}
         return call.answer_json(route | ({"orderTopicConf": ";".join(order)} if order else {}))
 
     def _remember_route(self, key: tuple[str, str], body: dict[str, Any]) -> None:
+        """Store the route of a topic in a group, and forget the oldest route if there are too many."""
         self._last_routes[key] = body
         self._last_routes.move_to_end(key)
         if len(self._last_routes) > REMEMBERED_MAX:
             self._last_routes.popitem(last=False)
 
-    @staticmethod
-    def _successful_bodies(
-        answers: dict[GroupLeader, Command | None],
-    ) -> list[tuple[GroupLeader, dict[str, Any]]]:
-        """Decode the successful answers. Raises Unavailable if there is none."""
-        bodies = [
-            (group, _decode_body(answer))
-            for group, answer in answers.items()
-            if answer is not None and answer.code == ResponseCode.SUCCESS
-        ]
-        if not bodies:
-            raise Unavailable("no group of the cluster has a leader now; ask again in a moment")
-        return bodies
-
     # -- connections to the leaders ----------------------------------------------------------------------------------
 
     async def _ask_all(self, call: Call) -> dict[GroupLeader, Command | None]:
-        """Send a request to all leaders at once. None: the group has no leader, or its leader does not answer."""
+        """Send a request to the leaders of all groups at once, and return their answers by group.
+
+        None: the group has no leader, or its leader does not answer.
+        """
         groups = sorted(self._groups(), key=lambda group: group.name)
 
         async def ask_group(group: GroupLeader) -> Command | None:
@@ -227,13 +225,31 @@ class NameServer:
 
 
 def _receive_answers(connection: Connection, frames: list[Frame]) -> None:
+    """Pass the answers of a leader to the requests that wait for them. Other commands of the leader are ignored."""
     for frame in frames:
         command = decode(frame)
         if command.is_response:
             connection.receive_answer(command)
 
 
+def _no_leader() -> Unavailable:
+    return Unavailable("no group of the cluster has a leader now; ask again in a moment")
+
+
+def _successful_bodies(answers: dict[GroupLeader, Command | None]) -> list[dict[str, Any]]:
+    """Decode the successful answers. Raises Unavailable if there is none."""
+    bodies = [
+        _decode_body(answer)
+        for answer in answers.values()
+        if answer is not None and answer.code == ResponseCode.SUCCESS
+    ]
+    if not bodies:
+        raise _no_leader()
+    return bodies
+
+
 def _decode_body(answer: Command) -> dict[str, Any]:
+    """Decode the JSON body of a broker's answer. Raises Unavailable if it is invalid."""
     try:
         return msgspec.json.decode(answer.body, type=dict[str, Any])
     except UNDECODABLE as error:
@@ -248,7 +264,7 @@ def _copy_answer(call: Call, broker_answer: Command) -> Command:
 
 
 def _join_clusters(bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the ClusterInfo tables of several brokers into one."""
+    """Merge RocketMQ's ClusterInfo tables of several brokers into one."""
     brokers: dict[str, Any] = {}
     names_by_cluster: dict[str, set[str]] = {}
     for body in bodies:

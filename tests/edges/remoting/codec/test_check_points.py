@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.edges.remoting.codec import records
-from timeball.edges.remoting.codec.records import CheckPoint, parse
+from timeball.edges.remoting.codec.records import CheckPoint, parse_check_point
 from timeball.model.errors import InvalidMessage
 
 INTS = st.integers(0, 1 << 62)
@@ -22,18 +22,18 @@ def test_a_check_point_is_parsed_as_rocketmqs_client_builds_it() -> None:
     # Recorded from rocketmq-client 5.3.3.
     text = "1 1795285770276 5000 0 1 timeball 0 1"
     point = CheckPoint(1, 1795285770276, 5000, 0, "1", "timeball", 0, 1)
-    assert parse(text) == point and point.encode() == text
+    assert parse_check_point(text) == point and point.encode() == text
 
 
 @given(POINTS)
 def test_an_encoded_check_point_is_parsed_to_the_same(point: CheckPoint) -> None:
-    assert parse(point.encode()) == point
+    assert parse_check_point(point.encode()) == point
 
 
 @given(st.one_of(st.text(), st.lists(st.sampled_from(["1", "x", "", "9" * 30]), max_size=9).map(" ".join)))
 def test_any_text_is_refused_or_a_check_point_of_eight_words(text: str) -> None:
     try:
-        parse(text)
+        parse_check_point(text)
     except InvalidMessage:
         return
     assert len(text.split(" ")) == 8
@@ -44,7 +44,7 @@ def test_any_text_is_refused_or_a_check_point_of_eight_words(text: str) -> None:
 )
 def test_an_invalid_check_point_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage, match="not a check point"):
-        parse(text)
+        parse_check_point(text)
 
 
 def test_the_lists_by_queue_keep_the_order_of_the_answer() -> None:
@@ -64,9 +64,9 @@ def test_the_retry_word_names_the_topic(topic: str, group: str) -> None:
     assert records.real_topic(topic, group, "0") == topic
     for word in "12":
         retry = records.real_topic(topic, group, word)
-        assert records.retry_mark(retry) == word
-        assert records.real_topic(retry, group, word) == retry  # clients send either
-    assert records.retry_mark(topic) == "0"
+        assert records.retry_word(retry) == word
+        assert records.real_topic(retry, group, word) == retry  # clients send both names
+    assert records.retry_word(topic) == "0"
 
 
 def test_a_java_bit_set_is_decoded() -> None:

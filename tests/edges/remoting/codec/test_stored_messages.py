@@ -20,12 +20,12 @@ from timeball.model.errors import OutOfRange
 from timeball.model.message import LOG_SCHEMA
 
 FIRST = 900  # sequence number of a frame's first row
-ANY = 1 << 40  # bytes of an answer that takes all
+ANY = 1 << 40  # an answer may be as long as its messages are
 RIGHT = {"kind": 1, "topic": "orders", "queue_id": 0, "queue_offset": 7}
 
 
 def segment_of(rows: list[dict[str, Any]], before: int = 64) -> tuple[pa.Buffer, fmt.Frame]:
-    """Build a segment with one frame that is not at its beginning."""
+    """Build a segment with one frame of these rows behind `before` bytes. Return its bytes and the frame."""
     batch = pa.RecordBatch.from_pylist(rows, LOG_SCHEMA)
     frame, parts = fmt.encode_frame(
         batch, first_seq=FIRST, span=len(rows), append_ms=0, epoch=1, position=before, synced_to=0
@@ -44,13 +44,16 @@ def put(
     bytes_max: int,
     host: Host = V4,
 ) -> tuple[int, bytes]:
-    """Encode rows of a frame, given as a list and as queue entries, and assert that both give the same."""
+    """Encode the picked rows of a frame, numbered from 0, and return the number of rows and the bytes.
+
+    They are encoded twice, from sequence numbers and from queue entries. Both must give the same.
+    """
     assert codec is not None
     out, again = bytearray(), bytearray()
     seqs, entries = [FIRST + pick for pick in picks], np.zeros(len(picks), ENTRY)
     entries["seq"] = seqs
-    count = codec.open_frame(segment, frame).put(out, seqs, 0, host, bytes_max)
-    assert codec.open_frame(segment, frame).put(again, entries, 0, host, bytes_max) == count
+    count = codec.open_frame(segment, frame).append_messages(out, seqs, 0, host, bytes_max)
+    assert codec.open_frame(segment, frame).append_messages(again, entries, 0, host, bytes_max) == count
     assert again == out
     return count, bytes(out)
 
@@ -60,7 +63,7 @@ def put(
 def test_an_opened_frame_encodes_the_same_in_both_codecs(
     rows: list[dict[str, Any]], data: st.DataObject
 ) -> None:
-    """Also with META rows in between, which have no topic, and for a full answer."""
+    """META rows, which have no topic, may be between the messages, and the answer may be too small for all."""
     rows = [{**row, "kind": 1, "queue_offset": row["queue_offset"] or 0} for row in rows]
     meta = data.draw(st.sets(st.integers(0, len(rows))))
     frame_rows: list[dict[str, Any]] = []
@@ -69,11 +72,11 @@ def test_an_opened_frame_encodes_the_same_in_both_codecs(
         frame_rows.append(row)
     visible = [at for at, row in enumerate(frame_rows) if row["kind"] == 1]
     picks = sorted(data.draw(st.sets(st.sampled_from(visible))))
-    most, host = data.draw(st.sampled_from([1, 500, ANY])), data.draw(st.sampled_from([V4, V6]))
+    bytes_max, host = data.draw(st.sampled_from([1, 500, ANY])), data.draw(st.sampled_from([V4, V6]))
     segment, frame = segment_of(frame_rows)
-    result = put(COMPILED, segment, frame, picks, most, host)
-    assert result == put(PYTHON, segment, frame, picks, most, host)
-    assert result[0] == len(picks) or most < ANY
+    result = put(COMPILED, segment, frame, picks, bytes_max, host)
+    assert result == put(PYTHON, segment, frame, picks, bytes_max, host)
+    assert result[0] == len(picks) or bytes_max < ANY
 
 
 texts = st.lists(
@@ -84,7 +87,7 @@ texts = st.lists(
 @needs_compiled
 @given(st.lists(st.tuples(texts, texts, texts, texts), min_size=1, max_size=4))
 def test_a_value_only_in_a_column_becomes_the_same_property(rows: list[tuple[str, ...]]) -> None:
-    """Also for texts that look like properties."""
+    """The texts may look like properties."""
     names = ("properties", "unique_key", "tag", "keys")
     segment, frame = segment_of([{**RIGHT, **dict(zip(names, row, strict=True))} for row in rows])
     picks = list(range(len(rows)))
@@ -124,11 +127,11 @@ def test_a_row_that_is_not_visible_is_refused(codec: Codec | None, wrong: dict[s
     "wrong",
     [{"properties": "p" * 65_536}, {"topic": "t" * 40_000}, {"born_host": "1.2.3.4:99999999999"}],
 )
-def test_a_row_that_fits_no_record_gives_the_same_error(wrong: dict[str, Any]) -> None:
+def test_a_row_that_no_stored_message_can_hold_gives_the_same_error(wrong: dict[str, Any]) -> None:
     segment, frame = segment_of([RIGHT, {**RIGHT, **wrong}])
     errors = []
     for codec in (COMPILED, PYTHON):
-        with pytest.raises(Exception) as caught:  # of any kind: it must be the same
+        with pytest.raises(Exception) as caught:  # both codecs must raise the same one, whatever it is
             put(codec, segment, frame, [0, 1], ANY)
         errors.append(f"{caught.type} {caught.value}")
     assert errors[0] == errors[1]
@@ -144,7 +147,7 @@ def test_a_frame_encodes_only_its_own_rows(codec: Codec | None) -> None:
 
 @needs_compiled
 def test_a_compressed_message_is_left_to_the_reference() -> None:
-    """Timeball writes none, but a reader that takes its bytes for columns would deliver garbage."""
+    """Timeball writes none, but a reader that took compressed bytes for columns would deliver garbage."""
     batch = pa.RecordBatch.from_pylist([{**RIGHT, "body": b"x" * 900}] * 40, LOG_SCHEMA)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, LOG_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
@@ -172,6 +175,6 @@ def test_damaged_metadata_is_never_read_beyond_the_message(at: int, damage: byte
     for codec in (COMPILED, PYTHON):
         try:
             result.append(put(codec, segment, frame, [0, 2], ANY)[0])
-        except Exception as error:  # of any kind; which one pyarrow raises is its own matter
+        except Exception as error:  # any error is right, for example one of pyarrow
             result.append(type(error))
     assert len(result) == 2

@@ -29,12 +29,14 @@ cdef inline char* more(Buffer* to, Py_ssize_t size) except NULL:
 
 
 cdef inline int put(Buffer* to, const char* data, Py_ssize_t size) except -1:
+    """Append bytes."""
     memcpy(more(to, size), data, size)
     to.size += size
     return 0
 
 
 cdef inline int put_number(Buffer* to, int64_t number) except -1:
+    """Append a number in decimal."""
     cdef char digits[20]
     cdef int at = 20
     cdef uint64_t left = <uint64_t> number if number >= 0 else -(<uint64_t> number)
@@ -76,7 +78,7 @@ cdef inline bint is_ascii(Text text) noexcept:
 
 
 cdef inline bint read_number(Text text, int64_t least, int64_t most, int64_t* result) noexcept:
-    """Read a number in its usual form: no plus sign, no leading zeros, at most 18 digits. False for other forms."""
+    """Read a decimal number from `least` to `most`: no plus sign, no leading zeros, at most 18 digits. Else False."""
     cdef Py_ssize_t at = 1 if text.size and text.at[0] == c"-" else 0
     cdef bint is_negative = at
     cdef int64_t number = 0
@@ -119,6 +121,7 @@ cdef inline bint read_bare(const char** p, const char* end, Text* result) noexce
 
 
 cdef inline int hex_digit(char digit) noexcept:
+    """Return the value of a hexadecimal digit, -1 for another character."""
     if c"0" <= digit <= c"9":
         return digit - c"0"
     digit |= 0x20
@@ -126,7 +129,10 @@ cdef inline int hex_digit(char digit) noexcept:
 
 
 cdef inline bint read_text(const char** p, const char* end, char* to, Py_ssize_t* size) noexcept:
-    """Read a JSON string into `to`, which must have space for all bytes up to `end`. Only ASCII may be escaped."""
+    """Read a JSON string into `to`, set `size` to its size in bytes, and move `p` behind it.
+
+    `to` must have space for all bytes up to `end`. Only ASCII may be escaped. False for another value.
+    """
     cdef const char* at = p[0]
     cdef char* out = to
     cdef int high, low

@@ -113,14 +113,14 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, user_names:
 
 
 def names_delay(properties: dict[str, str], user_names: frozenset[str]) -> bool:
-    """Return whether the properties request a delay of any length. Raises InvalidDelay."""
+    """Return whether the properties request a delay of any length. Raises InvalidDelay for an invalid level."""
     if _parse_level(properties.get(LEVEL)) > 0:
         return True
     return TIMER_DONE not in properties and not (_TIMER_PROPERTIES | user_names).isdisjoint(properties)
 
 
 def _is_absolute(properties: dict[str, str]) -> bool:
-    """Return whether the due time is absolute, not relative to now."""
+    """Return whether the strongest timer property has an absolute due time, not one relative to now."""
     return LOCAL_TIME in properties or (TIMER_SECONDS not in properties and TIMER_MS not in properties)
 
 
@@ -137,7 +137,7 @@ def _parse_level(text: str | None) -> int:
 def _due_ms(
     properties: dict[str, str], now_ms: int, delay_ms_max: int, user_names: frozenset[str]
 ) -> int | None:
-    """Compute the due time from the strongest timer property. Raises InvalidDelay."""
+    """Compute the due time from the strongest timer property. None without one. Raises InvalidDelay."""
     name = _strongest_timer(properties, user_names)
     if name is None:
         return None
@@ -163,7 +163,7 @@ def _strongest_timer(properties: dict[str, str], user_names: frozenset[str]) -> 
 
 
 def _parse_number(text: str, bits: int) -> int | None:
-    """Parse a signed Java number of `bits` bits and a sign, or return None."""
+    """Parse a Java number of `bits` bits and a sign. Returns None for any other text."""
     if len(text) > 20 or not _NUMBER.fullmatch(text):
         return None
     value = int(text)
@@ -194,6 +194,7 @@ def next_timing_ms(text: str, now_ms: int) -> int:
     hour, minute, second, sign, hours, minutes, name = match.groups()
     zone = _parse_offset(sign, hours, minutes) if sign else load_zone(name or "UTC")
     now_us, time_of_day_us = now_ms * 1_000, ((int(hour) * 60 + int(minute)) * 60 + int(second)) * 1_000_000
+    # Midnight of today, as local time.
     today_us = (now_us + zone.offset_us(now_us)) // DAY_US * DAY_US
     times_us = (zone.instant_us(today_us + day * DAY_US + time_of_day_us) for day in range(_DAYS))
     next_ms = min(time_us for time_us in times_us if time_us > now_us) // 1_000
@@ -203,6 +204,7 @@ def next_timing_ms(text: str, now_ms: int) -> int:
 
 
 def _parse_offset(sign: str, hours: str, minutes: str) -> Zone:
+    """Create the zone with this offset from UTC. Raises InvalidDelay if the offset is more than 18 hours."""
     offset_s = (int(hours) * 60 + int(minutes)) * 60
     if offset_s > _OFFSET_S_MAX:
         raise InvalidDelay(f"the property {TIMING}: {sign}{hours}:{minutes} is more than 18 hours from UTC")

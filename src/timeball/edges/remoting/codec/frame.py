@@ -96,8 +96,9 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
-# A function that splits bytes into frames or runs, given the maximum size of a frame. Returns three values: frames or
-# runs, start position of the incomplete frame at the end, and its size in bytes (while unknown: size of its prefix).
+# A function that splits bytes into frames, given the maximum size of a frame. It returns three values: the frames (the
+# compiled codec also returns runs of sends and plain pulls), the start position of the incomplete frame at the end, and
+# the size of that frame in bytes (while unknown: size of its prefix). Raises BadFrame.
 Cut = Callable[[bytes, int], tuple[list[Any], int, int]]
 
 
@@ -137,9 +138,8 @@ class Splitter:
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX, cut: Cut = cut) -> None:
         self._held = bytearray()
         self.held_bytes = 0  # bytes of the incomplete frame at the end
-        self.awaited_bytes = (
-            0  # full size of that frame (while unknown: of its prefix), 0 without an incomplete frame
-        )
+        # Full size of that frame (while unknown: size of its prefix). 0 without an incomplete frame.
+        self.awaited_bytes = 0
         self._frame_bytes_max, self._cut = frame_bytes_max, cut
 
     def feed(self, data: bytes) -> list[Any]:
@@ -200,7 +200,7 @@ _json_envelope = msgspec.json.Decoder(_Envelope)
 
 
 def decode(frame: Frame) -> Command:
-    """Decode the command in a frame. Raises BadHeader, or BadFrame if the header does not identify the request."""
+    """Decode the command in a frame. Raises BadHeader, or BadFrame if the header does not identify a request."""
     if len(frame.header) > HEADER_BYTES_MAX:
         raise header_too_large(frame)
     try:
@@ -247,6 +247,7 @@ def _is_int32(number: int) -> bool:
 
 
 def _decode(frame: Frame) -> Command:
+    """Decode the header of a frame to a command without a body. Raises BadFrame."""
     if frame.serialisation == JSON:
         return _decode_json(frame.header)
     if frame.serialisation == BINARY:
@@ -255,13 +256,12 @@ def _decode(frame: Frame) -> Command:
 
 
 def _decode_json(header: bytes) -> Command:
-    """Decode a JSON header: first with the fast decoder for Java's form, then with the general one."""
+    """Decode a JSON header: first with the fast decoder for Java's form, then with the general one. Raises BadFrame."""
     try:
         plain = _plain_header.decode(header)
     except UNDECODABLE:
-        return _decode_general_json(
-            header
-        )  # other types of extFields, or a fault, which the general decoder names
+        # extFields of other types, or a fault, which the general decoder names.
+        return _decode_general_json(header)
     if len(plain.extFields) > EXT_FIELDS_MAX:
         raise BadFrame(f"{len(plain.extFields)} extFields; at most {EXT_FIELDS_MAX}")
     language = _language_code(plain.language)
@@ -332,7 +332,10 @@ def _decode_binary(header: bytes) -> Command:
 
 
 def _read_ext_fields(header: bytes, position: int) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each extField, from this position to the end of the header."""
+    """Yield name and value of each extField, from this position to the end of the header. Raises BadFrame.
+
+    Raises struct.error or UnicodeDecodeError for lengths or texts that cannot be read.
+    """
     count = 0
     while position < len(header):
         (key_bytes,) = _SHORT.unpack_from(header, position)
@@ -375,7 +378,10 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(command: Command) -> bytes:
-    """Encode a command as a frame, in its serialisation. Raises ValueError if a number does not fit."""
+    """Encode a command as a frame, in its serialisation.
+
+    Raises ValueError for an unknown language in JSON, and the errors of `_encode_binary`.
+    """
     if command.serialisation == BINARY:
         header = _encode_binary(command)
     else:
@@ -397,16 +403,15 @@ def encode(command: Command) -> bytes:
 
 
 def _encode_binary(command: Command) -> bytes:
-    """Encode RocketMQ's binary header. Raises ValueError if the code does not fit."""
+    """Encode RocketMQ's binary header. Raises ValueError or struct.error if a number or a length does not fit."""
     if not -(1 << 15) <= command.code < 1 << 15:
         raise ValueError(f"code {command.code} does not fit the binary header's 16 bits")
     remark = (command.remark or "").encode()
-    ext = b"".join(
-        piece
-        for name, value in command.ext.items()
-        for key, value_bytes in ((name.encode(), value.encode()),)
-        for piece in (_SHORT.pack(len(key)), key, _INT.pack(len(value_bytes)), value_bytes)
-    )
+    ext_fields: list[bytes] = []
+    for name, value in command.ext.items():
+        name_bytes, value_bytes = name.encode(), value.encode()
+        ext_fields += [_SHORT.pack(len(name_bytes)), name_bytes, _INT.pack(len(value_bytes)), value_bytes]
+    ext = b"".join(ext_fields)
     return b"".join(
         [
             _FIXED.pack(command.code, command.language, command.version, command.opaque, command.flag),

@@ -50,7 +50,7 @@ class SendRun(Protocol):
         delay_ms_max: int,
         user_names: frozenset[str],
     ) -> None:
-        """Complete the rows with the born host, the time and the delays. Raises InvalidDelay."""
+        """Complete the rows with the born host, the time and the delays (`delays.plan`). Raises InvalidDelay."""
 
     def frames(self) -> list[Frame]:
         """Return the frames of the run."""
@@ -69,10 +69,10 @@ class StoredFrame(Protocol):
     first_seq: int
     end_seq: int  # the last row's sequence number, plus 1
 
-    def put(
-        self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
+    def append_messages(
+        self, out: bytearray, seqs: list[int] | EntryArray, begin: int, store_host: Host, bytes_max: int
     ) -> int:
-        """Append the messages `seqs[at:]` that are in this frame and fit. Returns the index of the first one left out.
+        """Append the messages `seqs[begin:]` that are in this frame and fit. Returns the index of the first left out.
 
         `seqs` may also be queue entries, which contain the sequence numbers. Afterwards, `out` has at most `bytes_max`
         bytes, or a single message. Raises OutOfRange for a row that is not visible.
@@ -103,7 +103,7 @@ class PlainPull(Protocol):
         """Encode the frame of an answer up to the stored messages, which the caller appends."""
 
     def end_answer(self, answer: bytearray) -> None:
-        """Set the lengths of an answer from `begin_answer`, after the stored messages were appended."""
+        """Set the length of an answer from `begin_answer`, after the stored messages were appended."""
 
 
 class _NoPlainPull:

@@ -167,6 +167,7 @@ cdef PlainPull read_pull(bytes data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize
 
 
 cdef PlainPull read_header(const char* p, const char* end):
+    """Read the JSON header of a pull, in which the request code must be the first field. None if it is not plain."""
     cdef Text name, value
     cdef int64_t number, opaque = 0
     cdef PlainPull pull = None
@@ -211,7 +212,7 @@ cdef PlainPull read_header(const char* p, const char* end):
 
 
 cdef PlainPull read_fields(const char** p, const char* end):
-    """Read the extFields of a pull."""
+    """Read the extFields of a pull, and move `p` behind them. None if they are not plain."""
     cdef Text name, value
     cdef Text[TEXTS] texts = [Text(NULL, 0), Text(NULL, 0), Text(NULL, 0), Text(NULL, 0)]
     cdef int64_t[NUMBERS] numbers = [0, 0, 32, 0, 0, 0, 0]  # the defaults of PullFields

@@ -116,28 +116,29 @@ class StoredFrame:
         self._rows = with_seq(fmt.decode_rows(segment, frame), frame.first_seq)
         self.first_seq, self.end_seq = frame.first_seq, frame.first_seq + frame.rows
 
-    def put(
-        self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
+    def append_messages(
+        self, out: bytearray, seqs: list[int] | EntryArray, begin: int, store_host: Host, bytes_max: int
     ) -> int:
-        """Append the messages `seqs[at:]` that are in this frame and fit. See implementation.StoredFrame."""
+        """Append the messages `seqs[begin:]` that are in this frame and fit. See implementation.StoredFrame."""
         seqs = seqs if isinstance(seqs, list) else seqs["seq"].tolist()
-        seqs_in_frame = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[at:])
+        seqs_in_frame = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[begin:])
         row_indices = [seq - self.first_seq for seq in seqs_in_frame]
-        # A few rows at a time: if messages are large, only a few of them fit, and the rest is encoded in vain.
-        for begin in range(0, len(row_indices), ROWS_AT_ONCE):
-            rows = self._rows.take(pa.array(row_indices[begin : begin + ROWS_AT_ONCE]))
+        end = begin
+        # A few rows at a time: if messages are large, only a few of them fit, and the others are encoded in vain.
+        for first in range(0, len(row_indices), ROWS_AT_ONCE):
+            rows = self._rows.take(pa.array(row_indices[first : first + ROWS_AT_ONCE]))
             if rows.column("queue_offset").null_count:
                 raise OutOfRange("one of these rows is no visible message")
             for record in encode_each(rows, store_host=store_host):
                 if out and len(out) + len(record) > bytes_max:
-                    return at
+                    return end
                 out += record
-                at += 1
-        return at
+                end += 1
+        return end
 
 
 def _add_column_properties(properties: str, tag: str | None, keys: str | None, unique_key: str | None) -> str:
-    """Add unique key, tag and keys to the properties where they are missing."""
+    """Add unique key, tag and keys to encoded properties where they are missing."""
     for name, value in (("UNIQ_KEY", unique_key), ("TAGS", tag), ("KEYS", keys)):
         if value and not properties.startswith(f"{name}\x01") and f"\x02{name}\x01" not in properties:
             separator = "" if not properties or properties.endswith("\x02") else "\x02"
@@ -318,10 +319,12 @@ def parse_offset_msg_id(text: str) -> tuple[Host, int]:
 class UniqueKeys:
     """Creates unique keys for messages without UNIQ_KEY (of ali-ons clients): 32 hexadecimal digits, as in RocketMQ.
 
-        | address 4 | process 2 | of this run 4 | ms since the month began 4 | counter 2 |      bytes, as hexadecimal
+        | address 4 | process id 2 | run 4 | time 4 | counter 2 |      bytes, each as two hexadecimal digits
 
-    The counter distinguishes ids of one millisecond. Ids repeat only if one process creates more than 65,536 in a
-    millisecond.
+    `run` distinguishes processes that have the same id one after the other. The time is the low 32 bits of the time in
+    ms since 1970. (RocketMQ counts ms from the beginning of the month.) The counter distinguishes the keys of one
+    millisecond. A process repeats keys only if it creates more than 65,536 in a millisecond, or by chance after 49
+    days, when the 32 bits of the time repeat.
     """
 
     def __init__(self, address: bytes, process_id: int, run: int) -> None:
@@ -329,11 +332,7 @@ class UniqueKeys:
         self._counter = itertools.count()
 
     def next(self, now_ms: int) -> str:
-        """Create a new unique key.
-
-        RocketMQ counts ms from the beginning of the month, because they fit into 32 bits. Timeball takes the low 32
-        bits of `now_ms` instead.
-        """
+        """Create a new unique key. `now_ms` is the time in ms since 1970."""
         return (
             (self._prefix + _KEY_REST.pack(now_ms & 0xFFFFFFFF, next(self._counter) & 0xFFFF)).hex().upper()
         )
@@ -392,31 +391,31 @@ class CheckPoint(msgspec.Struct, frozen=True):
         return " ".join(str(word) for word in msgspec.structs.astuple(self))
 
 
-def parse(text: str) -> CheckPoint:
+def parse_check_point(text: str) -> CheckPoint:
     """Parse the text of a check point. Raises InvalidMessage."""
     words = text.split(" ")
-    if len(words) == WORDS and words[4] in (NORMAL, RETRY_V1, RETRY_V2):
-        try:
-            first_offset, pop_ms, invisible_ms, revive_queue_id, _, _, queue_id, offset = (
-                0 if index in (4, 5) else int(word) for index, word in enumerate(words)
-            )
-            return CheckPoint(
-                first_offset, pop_ms, invisible_ms, revive_queue_id, words[4], words[5], queue_id, offset
-            )
-        except ValueError:
-            pass
+    if len(words) == WORDS:
+        first_offset, pop_ms, invisible_ms, revive_queue_id, retry, broker_name, queue_id, offset = words
+        if retry in (NORMAL, RETRY_V1, RETRY_V2):
+            try:
+                return CheckPoint(
+                    int(first_offset), int(pop_ms), int(invisible_ms), int(revive_queue_id), retry, broker_name,
+                    int(queue_id), int(offset),
+                )  # fmt: skip
+            except ValueError:
+                pass  # a word is no number
     raise InvalidMessage(f"{text[:200]!r} is not a check point of a popped message, which has {WORDS} words")
 
 
-def retry_mark(topic: str) -> str:
-    """Return the `retry` word for queues of this topic."""
+def retry_word(topic: str) -> str:
+    """Return the word `retry` of the check points for queues of this topic."""
     if not topic.startswith(RETRY_PREFIX):
         return NORMAL
     return RETRY_V2 if "+" in topic else RETRY_V1
 
 
 def real_topic(topic: str, group: str, retry: str) -> str:
-    """Return the topic of a queue, given the topic that the consumer requested and the `retry` word."""
+    """Return the topic of a queue, from the topic that the consumer requested and the word `retry`."""
     if retry == NORMAL or topic.startswith(RETRY_PREFIX):
         return topic
     return f"{RETRY_PREFIX}{group}{'+' if retry == RETRY_V2 else '_'}{topic}"
@@ -471,5 +470,5 @@ def decode_bit_set(text: str) -> list[int]:
 
 
 def bit_count(text: str) -> int:
-    """Compute the number of bits of a Java BitSet, given as base64, without decoding it."""
+    """Compute the number of bits of a Java BitSet from the length of its base64, without decoding it."""
     return 8 * (len(text) * 3 // 4 - text.count("=", -2))

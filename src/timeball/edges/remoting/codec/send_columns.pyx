@@ -38,7 +38,10 @@ def join(list runs):
 
 
 cdef object _texts(list runs, Py_ssize_t count, int column_id, object kind):
-    """Build a column of texts. None if no row has a value."""
+    """Build a column of texts from all rows of the runs, `count` in total. `kind` is its Arrow type.
+
+    Returns None if no row has a value.
+    """
     cdef SendRun run
     cdef Py_ssize_t at, row = 0, nulls = 0, size = 0
     cdef Text first, text
@@ -105,7 +108,10 @@ cdef Text text_of(SendRun run, Row* row, int column_id) noexcept:
 
 
 cdef object _numbers(list runs, Py_ssize_t count, int column_id, object kind):
-    """Build a column of numbers. None if no row has a value."""
+    """Build a column of numbers from all rows of the runs, `count` in total. `kind` is its Arrow type.
+
+    Returns None if no row has a value.
+    """
     cdef SendRun run
     cdef Py_ssize_t at, row = 0, nulls = 0
     cdef int64_t first = 0, number
@@ -139,6 +145,7 @@ cdef object _numbers(list runs, Py_ssize_t count, int column_id, object kind):
 
 
 cdef int64_t number_of(Row* row, int column_id) noexcept:
+    """Return a number of a row, NEVER if the row has none."""
     if column_id == QUEUE_ID:
         return row.queue_id
     if column_id == BORN_MS:
@@ -158,7 +165,10 @@ cdef int64_t number_of(Row* row, int column_id) noexcept:
 
 
 def _pieces(form, handle):
-    """Split an answer of the reference at its values. Returns the pieces between them, as a template of answers."""
+    """Split an answer of the reference at its values. Returns the pieces between them, as a template of answers.
+
+    `form` is the serialisation of the answer. `handle`: with a recall handle.
+    """
     values = [b"%d" % (1_000_000_000 + at) for at in range(6)]
     queue_id, ids, offset, key, recall, opaque = values
     rest = encode_reply(
@@ -182,7 +192,7 @@ def encode_replies(SendRun run, bytes host, int64_t first_seq, Py_ssize_t at, li
     """Encode the answers to the requests of a run that are not one-way, in order. See `encode_reply`.
 
     `at` is the index of the run's first row in `queue_ids` and `offsets`. Its sequence number is `first_seq` plus `at`.
-    `handle` creates a recall handle.
+    `host` is the first part of the message ids. `handle` creates a recall handle from topic, due time and unique key.
     """
     cdef Buffer out
     cdef Row* row
@@ -232,6 +242,10 @@ cdef bint _has_plain_keys(SendRun run, Row* row) noexcept:
 cdef int _put_json(
     Buffer* out, SendRun run, Row* row, int64_t queue_id, bytes host, uint64_t seq, int64_t offset, bytes recall
 ) except -1:
+    """Append the answer to one request, whose first row is `row`, with a JSON header.
+
+    `seq` and `offset` are those of the first row. `recall` is a recall handle, or empty.
+    """
     cdef Py_ssize_t begin = out.size
     cdef list pieces = _JSON_RECALL if recall else _JSON
     _put_bytes(out, pieces[0])
@@ -256,6 +270,10 @@ cdef int _put_json(
 cdef int _put_binary(
     Buffer* out, SendRun run, Row* row, int64_t queue_id, bytes host, uint64_t seq, int64_t offset, bytes recall
 ) except -1:
+    """Append the answer to one request with a binary header. See `_put_json`.
+
+    In the binary header, the length of each value precedes it. It is set after the value is written.
+    """
     cdef Py_ssize_t begin = out.size, value_at
     cdef list pieces = _BINARY_RECALL if recall else _BINARY
     cdef int at
@@ -292,6 +310,7 @@ cdef int _put_ids(Buffer* out, Row* row, bytes host, uint64_t seq) except -1:
 
 
 cdef int _put_keys(Buffer* out, SendRun run, Row* row) except -1:
+    """Write the unique keys of a request, separated by commas."""
     cdef int32_t at
     for at in range(row.parts):
         if at:
@@ -305,6 +324,7 @@ cdef int _put_bytes(Buffer* out, bytes data) except -1:
 
 
 cdef int _put_hex(Buffer* out, uint64_t number) except -1:
+    """Write a number as 16 hexadecimal digits, in capitals."""
     cdef char digits[16]
     cdef int at, digit
     for at in range(16):

@@ -140,7 +140,10 @@ cdef class Frame:
         free(self.positions)
 
     cdef bint assign_positions(self, int64_t last_ms) except -1:
-        """Assign queue and offset to each row. False if the code for rows and columns must handle the batch."""
+        """Assign queue and offset to each row. False if the code for rows and columns must handle the batch.
+
+        `last_ms` is the latest due time that is allowed.
+        """
         cdef SendRun run
         cdef Row* row
         cdef Position* position = self.positions
@@ -189,7 +192,7 @@ cdef class Frame:
         return True
 
     cdef bint measure(self) except -1:
-        """Compute the sizes of the columns. False if a text column is too long."""
+        """Count the nulls and the bytes of each column, and find the columns of zeros. False if a text is too long."""
         cdef int at
         cdef Written* column
         for at in range(COLUMNS):
@@ -210,13 +213,15 @@ cdef class Frame:
         return True
 
     cdef inline Text text(self, SendRun run, Row* row, int column_id) noexcept:
-        cdef Text found
+        """Return a text of a row, with a size of -1 if the row has none."""
+        cdef Text store_host
         if column_id == STORE_HOST:
-            found.at, found.size = <const char*> self.host, len(self.host)
-            return found
+            store_host.at, store_host.size = <const char*> self.host, len(self.host)
+            return store_host
         return text_of(run, row, column_id)
 
     cdef int measure_texts(self, Written* column, int column_id) except -1:
+        """Count the nulls and the bytes of a column of texts."""
         cdef SendRun run
         cdef Row* row
         cdef Text text
@@ -230,6 +235,7 @@ cdef class Frame:
         return 0
 
     cdef int write_texts(self, Written* column, int column_id) except -1:
+        """Write a column of texts into the Arrow message: end offsets, bytes and validity."""
         cdef SendRun run
         cdef Row* row
         cdef Text text
@@ -249,7 +255,7 @@ cdef class Frame:
         return 0
 
     cdef inline int64_t number(self, Row* row, Position* position, int column_id) noexcept:
-        """Return a number of a row, NEVER if it is missing."""
+        """Return a number of a row, NEVER if the row has none."""
         if column_id == KIND:
             return SCHEDULED if position.slot == PENDING else MESSAGE
         if column_id == QUEUE_ID:
@@ -277,6 +283,7 @@ cdef class Frame:
         return True
 
     cdef int write_numbers(self, Written* column, int column_id) except -1:
+        """Write a column of numbers into the Arrow message: values and validity."""
         cdef SendRun run
         cdef Row* row
         cdef Position* position = self.positions
@@ -312,7 +319,11 @@ cdef class Frame:
         return message
 
     cdef list entries(self):
-        """Encode the index entries. Returns per queue: topic, queue id, entries with row numbers, size in bytes."""
+        """Encode the entries for the index of each queue that gets rows.
+
+        Returns a tuple for each queue: topic, queue id, entries, and the size of its rows in bytes. An entry has the
+        index of its row in place of the sequence number, which is not assigned yet.
+        """
         cdef Py_ssize_t number
         cdef int at
         cdef Position* position

@@ -1,7 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Read the header of a plain send and its properties in C: the counterpart of sends.py and SendRows. See send_runs.pyx.
 
-Each function returns False for a send that is not plain.
+Each function returns False for a send that is not plain. `p` is the position of the next byte to read. `row` gets the
+values of the send, `text` the decoded properties, which begin at the end of the buffer, and `topic` the topic's name.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
@@ -54,6 +55,7 @@ for _at in range(FIELD_NAMES):
 
 
 cdef bint read_json(Row* row, Buffer* text, Text header, Text* topic) except -1:
+    """Read a JSON header, in which the request code must be the first field."""
     cdef const char* p = header.at
     cdef const char* end = header.at + header.size
     cdef Text name, value
@@ -100,6 +102,7 @@ cdef bint read_json(Row* row, Buffer* text, Text header, Text* topic) except -1:
 cdef bint read_fields(
     Row* row, Buffer* text, const char** p, const char* end, Text* topic, bint is_long
 ) except -1:
+    """Read the extFields of a JSON header, and move `p` behind them. `is_long`: they have long names."""
     cdef Text name, value
     cdef uint32_t seen = 0
     cdef Py_ssize_t size
@@ -133,6 +136,7 @@ cdef bint read_fields(
 
 
 cdef bint read_binary(Row* row, Buffer* text, Text header, Text* topic) except -1:
+    """Read a binary header. frame.py shows the layout."""
     cdef const char* p = header.at
     cdef const char* end = header.at + header.size
     cdef Text name, value
@@ -170,7 +174,7 @@ cdef bint read_binary(Row* row, Buffer* text, Text header, Text* topic) except -
 
 
 cdef char letter_of(Text name, bint is_long) noexcept:
-    """Return the short name of a field, `z` for a field that is not used."""
+    """Return the short name of a field (SHORT_NAMES in sends.py), `z` for a field that is not used."""
     cdef int at
     if not is_long:
         return name.at[0] if name.size == 1 and c"a" <= name.at[0] <= c"m" else c"z"
@@ -181,7 +185,10 @@ cdef char letter_of(Text name, bint is_long) noexcept:
 
 
 cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare, uint32_t* seen) noexcept:
-    """Set a field. False if it is repeated or has an unusual form. `is_bare`: a JSON value without quotes."""
+    """Set the field with this short name. `is_bare`: `value` is a JSON value without quotes.
+
+    `seen` has a bit for each field that was set already. Returns False for a repeated field or an unusual value.
+    """
     cdef int64_t number
     cdef bint is_false = same(value, b"false", 5), is_true = same(value, b"true", 4)
     if letter == c"z":
@@ -236,7 +243,10 @@ cdef bint read_record(Row* row, Buffer* text, const char* data, Py_ssize_t* at, 
 
 
 cdef bint read_properties(Row* row, Buffer* text) except -1:
-    """Find the properties that are stored in columns (tag, keys, unique key), and the delay properties."""
+    """Find the properties of a message that are stored in columns (tag, keys, unique key), and its delay properties.
+
+    They are the next `row.text_bytes` bytes of `text`. A property with an effect beyond these makes the send not plain.
+    """
     cdef char* begin = text.data + text.size
     cdef const char* at = begin
     cdef const char* end = begin + row.text_bytes
@@ -310,6 +320,7 @@ cdef bint names_delay(Text properties) noexcept:
 
 
 cdef bint is_utf8(Text text) except -1:
+    """Return whether these bytes are valid UTF-8."""
     try:
         text.at[:text.size].decode()
     except UnicodeDecodeError:

@@ -49,6 +49,7 @@ cdef class SendRun:
         return self.count
 
     cdef Row* next_row(self) except NULL:
+        """Return the row behind the last one. The caller fills it, and then increments `count`."""
         if self.count == self.capacity:
             capacity = 4 * self.capacity or 4
             rows = <Row*> realloc(self.rows, capacity * sizeof(Row))
@@ -58,7 +59,10 @@ cdef class SendRun:
         return self.rows + self.count
 
     cdef bint add(self, const char* data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form) except -1:
-        """Add the frame from `at` to `end` in `data`. False if it is not a plain send or a plain batch."""
+        """Add the frame from `at` to `end` in `data`, whose body begins at `body_at`. `form` is its serialisation.
+
+        Returns False, without adding a row, if the frame is not a plain send or a plain batch.
+        """
         cdef Row* row
         cdef Text topic, header
         header.at, header.size = data + at + 8, body_at - at - 8
@@ -123,6 +127,7 @@ cdef class SendRun:
         return True
 
     cdef void add_topic(self, Row* row, Text topic) noexcept:
+        """Set the topic of a row to its index in `names`, and raise the greatest queue id of that topic."""
         cdef int at = 0
         while at < self.topics and not same(topic, self.names[at].at, self.names[at].size):
             at += 1
@@ -160,7 +165,7 @@ cdef class SendRun:
         return 0
 
     def plan(self, bytes born_host, int64_t now_ms, int64_t delay_ms_max, frozenset user_names):
-        """Complete the rows with born host, time and delays. Raises InvalidDelay."""
+        """Complete the rows with born host, time and delays. See implementation.SendRun. Raises InvalidDelay."""
         cdef Row* row
         self.born_host = born_host
         for row in self.rows[:self.count]:
@@ -216,7 +221,7 @@ cdef class SendRun:
 def cut(bytes data, Py_ssize_t frame_bytes_max):
     """Split bytes into frames, plain pulls and runs, in their order. See frame.Cut. Raises BadFrame.
 
-    Returns them, the start position of the incomplete frame at the end, and its size as far as it is known.
+    A run ends at a frame that is not a plain send, or when it has ROWS_MAX rows or TOPICS_MAX topics.
     """
     cdef const char* begin = data
     cdef Py_ssize_t at = 0, size = len(data), awaited_bytes = 8, body_at, end

@@ -129,7 +129,7 @@ _last_parts: dict[bytes, SendFields] = {}
 
 
 def read_send(frame: Frame) -> SendHeader | None:
-    """Decode the header of a send. Returns None for other requests. Raises BadFrame and BadHeader."""
+    """Decode the header of a send. Returns None for other requests. Raises BadHeader, or BadFrame (see `decode`)."""
     header = frame.header
     if len(header) > HEADER_BYTES_MAX:
         raise header_too_large(frame)
@@ -215,7 +215,7 @@ def _read_value(header: bytes, position: int, name: bytes) -> tuple[bytes, int]:
 
 
 def _decode_part_cached(cache: dict[bytes, SendFields], data: bytes) -> SendFields | None:
-    """Look up or decode the fields of a part. Returns None if it cannot be decoded."""
+    """Look up or decode the fields of one of the two cached parts of a header. See `_decode_part`."""
     fields = cache.get(data)
     if fields is None:
         fields = _decode_part(data)
@@ -227,7 +227,10 @@ def _decode_part_cached(cache: dict[bytes, SendFields], data: bytes) -> SendFiel
 
 
 def _decode_part(data: bytes) -> SendFields | None:
-    """Decode complete name-value pairs. Without a topic among them, the topic is empty."""
+    """Decode complete name-value pairs. Without a topic among them, the topic is empty.
+
+    Returns None if they are incomplete or have invalid values. Raises ValueError or struct.error for invalid bytes.
+    """
     pairs: dict[str, str] = {"b": ""}
     position = 0
     while position < len(data):
@@ -276,7 +279,11 @@ def encode_reply(
     unique_key: str,
     recall_handle: str = "",
 ) -> bytes:
-    """Encode the answer to a send as a frame. `msg_ids` is an offsetMsgId, or several with commas for a batch."""
+    """Encode the answer to a send as a frame.
+
+    `msg_ids` is an offsetMsgId, or for a batch several of them, separated by commas. So is `unique_key`. An empty
+    `recall_handle` is left out.
+    """
     if serialisation != JSON:
         return _encode_binary(opaque, queue_id, queue_offset, msg_ids, unique_key, recall_handle)
     # Clients choose the keys, so a key with special characters is escaped by the JSON encoder.
@@ -294,7 +301,7 @@ def encode_reply(
 def _encode_binary(
     opaque: int, queue_id: int, queue_offset: int, msg_ids: str, unique_key: str, recall_handle: str
 ) -> bytes:
-    """Encode the answer to a send with a binary header."""
+    """Encode the answer to a send as a frame with a binary header. See `encode_reply`."""
     queue, offset, ids, key = b"%d" % queue_id, b"%d" % queue_offset, msg_ids.encode(), unique_key.encode()
     pack_length = _INT.pack  # not by `_pair`: four calls would take 0.4 us per answer
     ext = b"".join(
@@ -306,18 +313,14 @@ def _encode_binary(
     )  # fmt: skip
     header_bytes = _BINARY.size - _PREFIX.size + len(ext)
     type_and_header_bytes = _BINARY_TYPE | header_bytes
-    fixed = _BINARY.pack(
-        4 + header_bytes,
-        type_and_header_bytes,
-        0,
-        Language.JAVA,
-        BROKER_VERSION,
-        opaque,
-        _RESPONSE,
-        0,
-        len(ext),
-    )
-    return fixed + ext
+    success, remark_bytes = 0, 0
+    return (
+        _BINARY.pack(
+            4 + header_bytes, type_and_header_bytes, success, Language.JAVA, BROKER_VERSION, opaque, _RESPONSE,
+            remark_bytes, len(ext),
+        )
+        + ext
+    )  # fmt: skip
 
 
 def _pair(name: bytes, value: bytes) -> bytes:
@@ -328,12 +331,9 @@ def _with_length(name: bytes) -> bytes:
     return struct.pack(">h", len(name)) + name
 
 
-_QUEUE_ID, _MSG_ID, _QUEUE_OFFSET = (
-    _with_length(b"queueId"),
-    _with_length(b"msgId"),
-    _with_length(b"queueOffset"),
-)
-_TRANSACTION_ID, _RECALL_HANDLE = _with_length(b"transactionId"), _with_length(b"recallHandle")
+_QUEUE_ID, _MSG_ID = _with_length(b"queueId"), _with_length(b"msgId")
+_QUEUE_OFFSET, _TRANSACTION_ID = _with_length(b"queueOffset"), _with_length(b"transactionId")
+_RECALL_HANDLE = _with_length(b"recallHandle")
 _TRACED_BINARY = b"".join(
     _pair(_with_length(name.encode()), value.encode()) for name, value in TRACED.items()
 )

@@ -82,6 +82,7 @@ for _at in range(COLUMNS):
 
 
 cdef uintptr_t address(buffer) except? 0:
+    """Return the address of an Arrow buffer, 0 for None."""
     return 0 if buffer is None else buffer.address
 
 
@@ -100,20 +101,26 @@ cdef int columns_of(rows, Columns* columns) except -1:
 
 
 cdef bint columns_in(const char* payload, Py_ssize_t size, Py_ssize_t rows, Columns* columns) noexcept:
-    """Find the columns in the bytes of a frame. False if they have an unusual layout."""
+    """Find the columns in the payload of a frame, an Arrow message of `size` bytes with this number of rows.
+
+    Returns False if the message has an unusual layout.
+    """
     cdef Message message
     cdef Column* column = <Column*> columns
-    cdef int at
+    cdef int index
     if not read_message(payload, size, FIELDS_ALL, BUFFERS_ALL, &message) or message.rows != rows:
         return False
-    for at in range(COLUMNS):
-        if not read_column(&message, FIELDS[at], FIRST_BUFFERS[at], WIDTHS[at], column + at):
+    for index in range(COLUMNS):
+        if not read_column(&message, FIELDS[index], FIRST_BUFFERS[index], WIDTHS[index], column + index):
             return False
     return True
 
 
-cdef inline bint is_visible(Columns* of, Py_ssize_t row) noexcept:
-    return not (is_missing(&of.queue_offset, row) or is_missing(&of.topic, row) or is_missing(&of.queue_id, row))
+cdef inline bint is_visible(Columns* columns, Py_ssize_t row) noexcept:
+    """Return whether a row is a message in a queue."""
+    return not (
+        is_missing(&columns.queue_offset, row) or is_missing(&columns.topic, row) or is_missing(&columns.queue_id, row)
+    )
 
 
 def encode_each(rows, *, store_host, born_host=records.NO_HOST):
@@ -157,55 +164,57 @@ cdef class StoredFrame:
             self.kept = with_seq(fmt.decode_rows(segment, frame), self.first_seq)
             columns_of(self.kept, &self.columns)
 
-    def put(self, bytearray out, seqs, Py_ssize_t at, store_host, Py_ssize_t bytes_max):
-        """Append the messages `seqs[at:]` that are in this frame and fit. See implementation.StoredFrame."""
+    def append_messages(self, bytearray out, seqs, Py_ssize_t begin, store_host, Py_ssize_t bytes_max):
+        """Append the messages `seqs[begin:]` that are in this frame and fit. See implementation.StoredFrame."""
         cdef Py_buffer entries
         if type(seqs) is list:
-            return self.put_rows(out, seqs, NULL, len(<list> seqs), at, store_host, bytes_max)
+            return self.append_rows(out, seqs, NULL, len(<list> seqs), begin, store_host, bytes_max)
         PyObject_GetBuffer(seqs, &entries, PyBUF_SIMPLE)
         try:
-            return self.put_rows(
-                out, seqs, <const char*> entries.buf, entries.len // ENTRY_BYTES, at, store_host, bytes_max
+            return self.append_rows(
+                out, seqs, <const char*> entries.buf, entries.len // ENTRY_BYTES, begin, store_host, bytes_max
             )
         finally:
             PyBuffer_Release(&entries)
 
-    cdef object put_rows(
-        self, bytearray out, seqs, const char* entries, Py_ssize_t count, Py_ssize_t at, store_host,
+    cdef object append_rows(
+        self, bytearray out, seqs, const char* entries, Py_ssize_t count, Py_ssize_t begin, store_host,
         Py_ssize_t bytes_max
     ):
-        """Implement `put` for `count` sequence numbers in `entries` or, if that is NULL, in the list `seqs`."""
+        """Implement `append_messages` for `count` sequence numbers in `entries` or, if that is NULL, in `seqs`."""
         cdef Record record
-        cdef Py_ssize_t row, size = len(out), capacity = size
+        cdef Py_ssize_t row, size = len(out), capacity = size, index = begin
         cdef int64_t seq
         cdef Hosts hosts = hosts_for(store_host)
-        while at < count:
-            seq = (<list> seqs)[at] if entries == NULL else read64(entries + ENTRY_BYTES * at)
+        while index < count:
+            seq = (<list> seqs)[index] if entries == NULL else read64(entries + ENTRY_BYTES * index)
             if not self.first_seq <= seq < self.end_seq:
                 break
             row = seq - self.first_seq
             if not is_visible(&self.columns, row) or not hosts.measure(&self.columns, row, &record):
+                # The reference raises the error of this row, or encodes it.
                 PyByteArray_Resize(out, size)
-                return records.StoredFrame(self.segment, self.frame).put(out, seqs, at, store_host, bytes_max)
+                reference = records.StoredFrame(self.segment, self.frame)
+                return reference.append_messages(out, seqs, index, store_host, bytes_max)
             if size + record.total > bytes_max and size:
                 break
             if size + record.total > capacity:
                 # Enough for all remaining messages if they have the same size, as in most cases.
-                capacity = size + max(record.total, min((count - at) * record.total, bytes_max - size))
+                capacity = size + max(record.total, min((count - index) * record.total, bytes_max - size))
                 PyByteArray_Resize(out, capacity)
             hosts.write(&self.columns, row, seq, &record, PyByteArray_AsString(out) + size)
             size += record.total
-            at += 1
+            index += 1
         PyByteArray_Resize(out, size)
-        return at
+        return index
 
 
 # ---- one record ------------------------------------------------------------------------------------------------------
 
 
 cdef struct Record:
-    Py_ssize_t total
-    bint is_v1
+    Py_ssize_t total  # size of the stored message in bytes
+    bint is_v1  # the topic has a length of one byte
     int32_t sys_flag
     Text region  # the region property, appended to the properties
 
@@ -213,12 +222,12 @@ cdef struct Record:
 cdef class Hosts:
     """Encodes messages with one store host, and caches born hosts. Holds the properties of the current message."""
 
-    cdef bytes store, born
-    cdef object otherwise
-    cdef dict known
-    cdef Text name  # of `born`
+    cdef bytes store, born  # the encoded hosts
+    cdef object otherwise  # the born host of a message without an IP address
+    cdef dict known  # encoded born hosts by their texts
+    cdef Text name  # the text of `born`. Size -1: none
     cdef Text properties  # in the row, or in `added`
-    cdef Buffer added
+    cdef Buffer added  # a copy of the properties, with those that are stored only in columns
 
     def __cinit__(self, store_host, born_host):
         self.store, self.otherwise = _host(store_host), born_host
@@ -248,7 +257,10 @@ cdef class Hosts:
         return 0
 
     cdef Text add(self, int name, Text value) except *:
-        """Append a property that is stored only in a column, and return its text."""
+        """Append a property that is stored only in a column, and return its text with its name.
+
+        `name` is an index of PROPERTIES.
+        """
         cdef Buffer* added = &self.added
         cdef Text own = self.properties
         cdef Py_ssize_t begin
@@ -290,10 +302,13 @@ cdef class Hosts:
         return 0
 
     cdef bint measure(self, Columns* of, Py_ssize_t row, Record* record) except -1:
-        """Compute the size of a stored message and prepare its properties. False if it does not fit into the layout."""
+        """Compute the size of a stored message, and prepare its hosts and properties for `write`.
+
+        Returns False if a value does not fit into the layout.
+        """
         cdef Text topic = text(&of.topic, row)
         cdef Text[NAMED] values = [text(&of.unique_key, row), text(&of.tag, row), text(&of.keys, row)]
-        cdef int at, missing = 0
+        cdef int at, missing = 0  # `missing`: bit i for PROPERTIES[i], which has a value only in its column
         self.find_born(of, row)
         self.properties = text(&of.properties, row)
         for at in range(NAMED):
@@ -318,7 +333,7 @@ cdef class Hosts:
         return True
 
     cdef int write(self, Columns* of, Py_ssize_t row, int64_t seq, Record* record, char* begin) except -1:
-        """Write the message of the last call of `measure`."""
+        """Write the message of the last call of `measure` to `begin`. records.py shows the layout."""
         cdef Text topic = text(&of.topic, row), body = text(&of.body, row)
         cdef char* at = begin
         cdef bint is_committed = record.sys_flag & TRANSACTION_BITS == COMMITTED
@@ -388,6 +403,7 @@ for _step in range(1, STEP):
 
 
 cdef uint32_t checksum(Text of) noexcept:
+    """Compute the CRC-32 of a text, as zlib.crc32 does."""
     cdef const uint8_t* at = <const uint8_t*> of.at
     cdef const uint8_t* end = at + of.size
     cdef uint32_t crc = ~<uint32_t> 0
@@ -432,6 +448,7 @@ cdef bint has_timer(Text properties) noexcept:
 
 
 cdef inline bint begins(const char* at, const char* end, Text name) noexcept:
+    """Return whether the bytes from `at` to `end` begin with this name."""
     return end - at >= name.size and at[0] == name.at[0] and memcmp(at, name.at, name.size) == 0
 
 

@@ -75,6 +75,7 @@ class _Consumer(msgspec.Struct, rename="camel"):
     subscription_data_set: list[SubscriptionData] | None = None
 
     def to_membership(self) -> Membership:
+        """Convert to the broker's Membership. Raises Refused for an unknown number of an enumeration."""
         return Membership(
             self.group_name,
             _enum_name("consumeType", self.consume_type, _CONSUME_TYPES),
@@ -122,7 +123,10 @@ class HeartBeats:
             member.connection.close()
 
     def _heartbeat(self, call: Call) -> Reply:
-        """Serve HEART_BEAT: check names and permissions, register the groups, and notify their members."""
+        """Serve HEART_BEAT: check names and permissions, register the groups, and notify their members.
+
+        Raises Refused, InvalidName, Unauthorized, Forbidden, OverLimit.
+        """
         if len(call.command.body) > BODY_BYTES_MAX:
             raise Refused(
                 ResponseCode.INVALID_PARAMETER,
@@ -219,23 +223,18 @@ class HeartBeats:
     def _notify_members(self, changed: Iterable[str]) -> None:
         """Notify each member of these groups that the group has changed."""
         for name in changed:
-            group, config = (
-                self._context.sessions.group(name),
-                self._context.broker.tables.groups.find_group(name),
-            )
+            group = self._context.sessions.group(name)
+            config = self._context.broker.tables.groups.find_group(name)
             if group is None or group.membership.message_model == BROADCASTING:
                 continue
             if config is not None and not config.notify_consumer_ids_changed_enable:
                 continue
             for member in group.members:
-                member.connection.push(
-                    Command(
-                        RequestCode.NOTIFY_CONSUMER_IDS_CHANGED,
-                        ext={"consumerGroup": name},
-                    )
-                )
+                code = RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
+                member.connection.push(Command(code, ext={"consumerGroup": name}))
 
     def _consumer_ids(self, call: Call) -> Reply:
+        """Serve GET_CONSUMER_LIST_BY_GROUP: list the client ids of a group's members. Raises Refused without any."""
         group = call.fields(_Group).consumer_group
         client_ids = self._context.sessions.consumer_ids(group)
         if not client_ids:
@@ -243,12 +242,15 @@ class HeartBeats:
         return call.answer_json({"consumerIdList": client_ids})
 
 
-def _enum_name(what: str, value: int | str, names: tuple[str, ...]) -> str:
-    """Convert an enumeration value, sent as name or number, to its name. Raises Refused for an unknown number."""
+def _enum_name(field: str, value: int | str, names: tuple[str, ...]) -> str:
+    """Convert the value of an enumeration, a name or an index of `names`, to its name.
+
+    An unknown name is accepted, in capitals and shortened. Raises Refused for an unknown number.
+    """
     by_number = {str(number): name for number, name in enumerate(names)}
     word = str(value)[:_WORD_CHARACTERS_MAX].upper()
     if isinstance(value, int) and word not in by_number:
-        raise Refused(ResponseCode.INVALID_PARAMETER, f"{what} {word}: 0 to {len(names) - 1}")
+        raise Refused(ResponseCode.INVALID_PARAMETER, f"{field} {word}: 0 to {len(names) - 1}")
     return by_number.get(word, word)
 
 
@@ -338,7 +340,10 @@ class Locks:
                 lock.expires_ms = min(lock.expires_ms, lock.renewed_ms + TRUST_MS)
 
     def _lock(self, call: Call) -> Reply:
-        """Serve LOCK_BATCH_MQ: lock or renew the requested queues, and return those that the client holds."""
+        """Serve LOCK_BATCH_MQ: lock the requested queues, and answer with those that the client holds now.
+
+        A queue that another client holds is left out, and so is a queue or group that does not exist.
+        """
         request = self._read_request(call)
         now_ms = self._context.monotonic_ms()
         locks = {
@@ -388,6 +393,7 @@ class Locks:
         return self._groups.get(group, {})
 
     def _set_locks(self, group: str, locks: dict[QueueKey, _Lock]) -> None:
+        """Replace the locks of a group. A group without locks takes no memory."""
         if locks:
             self._groups[group] = locks
         else:
@@ -410,7 +416,10 @@ class Assignments:
         }
 
     def _query_assignment(self, call: Call) -> Reply:
-        """Serve QUERY_ASSIGNMENT: the queues of one member, and whether it pulls or pops."""
+        """Serve QUERY_ASSIGNMENT: the queues of one member, and whether it pulls or pops.
+
+        The answer has null instead of queues if the topic does not exist or `assign` returns None.
+        """
         query = call.body(_AssignmentQuery)
         self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=query.topic, group=query.consumer_group)
         topic = self._broker.tables.topics.find_topic(query.topic)
@@ -444,6 +453,7 @@ class Assignments:
         return call.answer_json({"messageQueueAssignments": assignments})
 
     async def _set_mode(self, call: Call) -> Reply:
+        """Serve SET_MESSAGE_REQUEST_MODE: set whether a group pulls or pops a topic. Durable when answered."""
         mode = call.body(RequestMode)
         if mode.topic.startswith(RETRY_PREFIX):
             raise Refused(ResponseCode.NO_PERMISSION, "retry topic is not allowed to set mode")

@@ -114,7 +114,7 @@ class Pops:
     # -- leases ------------------------------------------------------------------------------------------------
 
     async def _pop(self, call: Call) -> Reply:
-        """Serve POP_MESSAGE: lease messages, waiting for them up to the poll time."""
+        """Serve POP_MESSAGE: lease messages, and wait for them up to the poll time. Raises Refused, Forbidden."""
         fields = call.fields(_Pop)
         if not 1 <= fields.max_msg_nums <= ROWS_MAX:
             raise Refused(
@@ -148,7 +148,7 @@ class Pops:
     def _answer_with(self, call: Call, request: ReceiveRequest, popped: Received) -> Reply:
         """Create the answer with the popped messages and the fields of their check points."""
         positions = [
-            (records.retry_mark(receipt.topic), receipt.queue_id, receipt.offset)
+            (records.retry_word(receipt.topic), receipt.queue_id, receipt.offset)
             for receipt in popped.receipts
         ]
         ext = _answer_header(request, popped)
@@ -176,7 +176,10 @@ class Pops:
         return call.answer(ext={"hasMsg": text(has_message), "pollingFull": text(is_full)})
 
     def _check_readable(self, fields: _Queue, caller: Caller) -> Topic:
-        """Check that the caller may read this queue for its group, and return the topic."""
+        """Check that the caller may read this queue for its group, and return the topic. A queue id of -1 is any queue.
+
+        Raises Refused, and the errors of the policy.
+        """
         self._broker.policy.joined(fields.consumer_group, caller)
         topic = self._broker.policy.readable(fields.topic, caller)
         if fields.queue_id >= topic.read_queues:
@@ -186,16 +189,19 @@ class Pops:
     # -- receipts ----------------------------------------------------------------------------------------------
 
     def _ack(self, call: Call) -> Reply | Awaitable[Reply]:
-        """Serve ACK_MESSAGE. A repeated acknowledgement succeeds too."""
+        """Serve ACK_MESSAGE. A repeated acknowledgement succeeds, too. Raises Refused, NotFound, InvalidMessage."""
         fields = call.fields(_Ack)
-        receipt, _ = self._receipt(fields)
+        receipt, _ = self._decode_receipt(fields)
         consuming = self._broker.consuming
         if not consuming.acknowledge_now([receipt])[0] and not consuming.was_ended([receipt])[0]:
             return _answer_not_leased(call, receipt)
         return call.answer() if consuming.saver.save_ms else self._answer_saved(call)
 
     async def _batch_ack(self, call: Call) -> Reply:
-        """Serve BATCH_ACK_MESSAGE. Succeeds if at least one of the receipts is valid or was acknowledged before."""
+        """Serve BATCH_ACK_MESSAGE. Succeeds if at least one of the receipts is valid or was acknowledged before.
+
+        Raises OutOfRange for too many messages, and InvalidMessage or Forbidden before any message is acknowledged.
+        """
         acks = call.body(_BatchAcks).acks
         # An entry without bits counts as one byte, because each entry is checked.
         if sum(max(8, records.bit_count(ack.b)) for ack in acks) > records.BITS_MAX:
@@ -219,16 +225,16 @@ class Pops:
         return await self._answer_saved(call)
 
     async def _answer_saved(self, call: Call) -> Reply:
-        """Answer an acknowledgement: after the save, if the settings say so."""
+        """Answer an acknowledgement. Without a save interval (`ack_save_ms` 0), wait first until it is durable."""
         saver = self._broker.consuming.saver
         if not saver.save_ms:
             await saver.saved()
         return call.answer()
 
     async def _change_invisible(self, call: Call) -> Reply:
-        """Serve CHANGE_MESSAGE_INVISIBLETIME: renew a lease and return the fields of its new check point."""
+        """Serve CHANGE_MESSAGE_INVISIBLETIME: renew a lease and answer with the fields of its new check point."""
         fields = call.fields(_ChangeInvisible)
-        receipt, old_check_point = self._receipt(fields)
+        receipt, old_check_point = self._decode_receipt(fields)
         now_ms = self._broker.clock.now_ms()
         new = await self._broker.consuming.change_invisible_time(
             receipt, fields.invisible_time, is_renamed=True
@@ -247,12 +253,15 @@ class Pops:
             }
         )
 
-    def _receipt(self, fields: _Ack) -> tuple[Receipt, CheckPoint]:
-        """Build the receipt of the message that a request names, from its check point."""
+    def _decode_receipt(self, fields: _Ack) -> tuple[Receipt, CheckPoint]:
+        """Decode the check point of a request, and build the receipt of its message. Returns both.
+
+        Raises NotFound, Refused, InvalidMessage.
+        """
         topic = self._broker.tables.topics.get(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise illegal_queue_error(ResponseCode.MESSAGE_ILLEGAL, fields.queue_id, topic)
-        check_point = records.parse(fields.extra_info)
+        check_point = records.parse_check_point(fields.extra_info)
         topic_name = records.real_topic(fields.topic, fields.consumer_group, check_point.retry)
         return Receipt(
             fields.consumer_group, topic_name, fields.queue_id, fields.offset, check_point.pop_ms
@@ -281,36 +290,34 @@ def _rows_for_client(
 ) -> pa.RecordBatch:
     """Convert the popped rows for the client: rows from the retry topic get the requested topic, and a check point.
 
-    A POP_CK that a producer has set is removed, because the client would take it for the broker's.
+    `positions` has the position of each row. A POP_CK that a producer has set is removed, because the client would take
+    it for the broker's.
     """
     rows = popped.rows
     properties_texts, topics = rows.column("properties").to_pylist(), rows.column("topic").to_pylist()
-    if not any(records.POP_CK in (text or "") for text in properties_texts) and set(topics) == {
-        request.topic
-    }:
-        return rows
+    has_check_point = any(records.POP_CK in (text or "") for text in properties_texts)
+    if not has_check_point and set(topics) == {request.topic}:
+        return rows  # the usual case: no row changes
     first_offsets: dict[tuple[str, int], int] = {}
-    for row, (retry, queue_id, offset) in enumerate(positions):
+    for row_index, (retry, queue_id, offset) in enumerate(positions):
         first_offset = first_offsets.setdefault((retry, queue_id), offset)
-        properties = decode_properties(properties_texts[row] or "")
+        properties = decode_properties(properties_texts[row_index] or "")
         properties.pop(records.POP_CK, None)
-        if topics[row] != request.topic:
+        if topics[row_index] != request.topic:
             properties[records.POP_CK] = CheckPoint(
                 first_offset, popped.pop_ms, request.invisible_ms, records.REVIVE_QUEUE, retry, broker_name,
                 queue_id, offset,
             ).encode()  # fmt: skip
-        properties_texts[row] = encode_properties(properties)
-    for name, values in (
-        ("properties", properties_texts),
-        ("topic", [request.topic] * len(properties_texts)),
-    ):
-        row = rows.schema.get_field_index(name)
-        rows = rows.set_column(row, rows.schema.field(row), pa.array(values, pa.string()))
+        properties_texts[row_index] = encode_properties(properties)
+    columns = {"properties": properties_texts, "topic": [request.topic] * len(properties_texts)}
+    for name, values in columns.items():
+        column_index = rows.schema.get_field_index(name)
+        rows = rows.set_column(column_index, rows.schema.field(column_index), pa.array(values, pa.string()))
     return rows
 
 
 def _receipts_of(entries: Iterable[tuple[_BatchAck, list[int]]]) -> Iterator[Receipt]:
-    """Yield the receipts of a batch acknowledgement. Each entry has the positions of its set bits."""
+    """Yield the receipts of a batch acknowledgement. Each entry comes with the positions of its set bits."""
     for ack, set_bits in entries:
         topic = records.real_topic(ack.t, ack.c, ack.r)
         for bit in set_bits:

@@ -124,10 +124,13 @@ class Pulls:
         }
 
     def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
-        """Serve PULL_MESSAGE: answer from memory at once, or as a task from the disk or after waiting."""
+        """Serve PULL_MESSAGE: answer from memory at once, or as a task from the disk or after waiting.
+
+        Raises Refused, and the errors of the policy.
+        """
         self.answered_counts["other"] += 1
         fields = call.fields(PullFields)
-        topic, queue = self._queue(fields, call.caller)
+        topic, queue = self._find_queue(fields, call.caller)
         message_filter = self._filter(fields, topic)
         self._commit(fields)
         moved_answer = _answer_moved(call, queue, fields.queue_offset)
@@ -139,63 +142,70 @@ class Pulls:
             host = store_host(self._context, call.connection)
             messages = self._stored.get_from_memory(_next_seqs(fields, queue.index), host, _bytes_max(fields))
             if messages is not None:
-                return self._answer_with(call, fields, queue, fields.queue_offset + messages[0], messages)
+                next_offset = fields.queue_offset + messages.row_count
+                return self._answer_with(call, fields, queue, next_offset, messages)
         return self._read_and_answer(call, fields, queue, message_filter)
 
-    def answer_plain(self, connection: Connection, pull: PlainPull) -> bool:
+    def answer_plain(self, connection: Connection, plain_pull: PlainPull) -> bool:
         """Answer a plain pull from memory. Returns False, without any effect, if `_pull` must handle it.
 
         This is the case if the pull waits, filters row by row, needs the disk or is refused.
         """
         try:
-            grant = self._grant(connection, pull)
+            grant = self._grant(connection, plain_pull)
             if grant is None:
                 return False
             topic, group, index, commits_offset = grant
-            offset = pull.queue_offset
+            offset = plain_pull.queue_offset
             if not index.min_offset <= offset < index.max_offset:
                 return False
             if connection.calls >= CALLS_MAX or connection.flow.is_full:
                 return False
             min_offset, max_offset = index.min_offset, index.max_offset
-            entries = index.read(offset, _rows_max(pull), is_kept=False)
+            entries = index.read(offset, _rows_max(plain_pull), is_kept=False)
             entry_count, host = len(entries), store_host(self._context, connection)
-            answer = pull.begin_answer(offset + entry_count, min_offset, max_offset)
+            answer = plain_pull.begin_answer(offset + entry_count, min_offset, max_offset)
             head_bytes = len(answer)
-            count = self._stored.append_from_memory(answer, entries, host, head_bytes + _bytes_max(pull))
+            count = self._stored.append_from_memory(
+                answer, entries, host, head_bytes + _bytes_max(plain_pull)
+            )
             if not count:
                 return False
         except TimeballError:  # `_pull` gets the same error and sends it
             return False
-        if count < entry_count:  # the others do not fit: correct the next offset in the header
-            answer = pull.begin_answer(offset + count, min_offset, max_offset) + answer[head_bytes:]
-        pull.end_answer(answer)
+        if count < entry_count:  # not all messages fit into the answer: correct the next offset in its header
+            answer = plain_pull.begin_answer(offset + count, min_offset, max_offset) + answer[head_bytes:]
+        plain_pull.end_answer(answer)
         if commits_offset:
-            self._commit(pull)
+            self._commit(plain_pull)
         self._rates.got(topic, group, count, len(answer) - head_bytes)
         connection.write(answer)
         self.answered_counts["plain"] += 1
         return True
 
-    def _grant(self, connection: Connection, pull: PlainPull) -> _Grant | None:
-        """Find or create the grant of a plain pull. None if it filters row by row. Raises as `_queue` and `_filter`."""
+    def _grant(self, connection: Connection, plain_pull: PlainPull) -> _Grant | None:
+        """Find or create the grant of a plain pull. Raises the errors of `_find_queue` and `_filter`.
+
+        Returns None if the client is not anonymous, or if the pull filters row by row.
+        """
         if connection.caller is not ANONYMOUS:
             return None  # grants are cached for anonymous clients only
         version = self._topics.version + self._groups.version + self._sessions.version
         if version != self._grants_version or len(self._grants) >= GRANTS_MAX:
             self._grants.clear()
             self._grants_version = version
-        subject = pull.subject
+        subject = plain_pull.subject
         grant = self._grants.get(subject)
         if grant is None:
-            topic, queue = self._queue(pull, connection.caller)
-            if not self._filter(pull, topic).matches_all:
+            topic, queue = self._find_queue(plain_pull, connection.caller)
+            if not self._filter(plain_pull, topic).matches_all:
                 return None
-            grant = _Grant(topic.name, pull.consumer_group, queue.index, pull.sys_flag & _COMMIT_OFFSET != 0)
+            commits_offset = plain_pull.sys_flag & _COMMIT_OFFSET != 0
+            grant = _Grant(topic.name, plain_pull.consumer_group, queue.index, commits_offset)
             self._grants[subject] = grant
         return grant
 
-    def _queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
+    def _find_queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
         """Find the queue of a pull and check that the caller may read it. Raises Refused and the policy's errors."""
         members = self._sessions.group(fields.consumer_group)
         broadcasting = members is not None and members.membership.message_model == BROADCASTING
@@ -206,7 +216,10 @@ class Pulls:
         return topic, topic.queues[fields.queue_id]
 
     def _filter(self, fields: Fields, topic: Topic) -> Filter:
-        """Compile the filter in the request, or else the subscription from the heartbeats of the group's members."""
+        """Compile the filter in the request, or else the subscription from the heartbeats of the group's members.
+
+        Raises Refused if there is no subscription, if it is older than the client's, or if it cannot be parsed.
+        """
         if topic.name.startswith(RETRY_PREFIX):
             return EVERYTHING
         if fields.sys_flag & _SUBSCRIPTION:
@@ -221,7 +234,7 @@ class Pulls:
         return compile_subscription(self._filters, expression, expression_type, topic)
 
     def _commit(self, fields: Fields) -> None:
-        """Commit the offset in the header of a pull, if it has one."""
+        """Commit the offset in the header of a pull, if it has one. An offset beyond the queue is ignored."""
         if fields.sys_flag & _COMMIT_OFFSET and fields.commit_offset > 0:
             queue = self._topics.get(fields.topic).queues[fields.queue_id]
             try:
@@ -243,7 +256,8 @@ class Pulls:
         host = store_host(self._context, call.connection)
         if message_filter.matches_all:
             messages = await self._stored.get(_next_seqs(fields, queue.index), host, _bytes_max(fields))
-            return self._answer_with(call, fields, queue, fields.queue_offset + messages[0], messages)
+            next_offset = fields.queue_offset + messages.row_count
+            return self._answer_with(call, fields, queue, next_offset, messages)
         candidates = pull.candidates(
             queue.index, fields.queue_offset, _rows_max(fields), message_filter, bytes_max=BYTES_MAX
         )
@@ -251,16 +265,19 @@ class Pulls:
             self._broker.threads.reader, pull.decide, candidates, self._broker.log.reader, message_filter
         )
         messages = await self._stored.get(candidates.seqs.tolist(), host, _bytes_max(fields))
-        count = messages[0]
-        next_offset = (
-            candidates.next_offset if count == len(candidates.seqs) else int(candidates.offsets[count])
-        )
+        count = messages.row_count
+        # If not all matches fit into the answer, the next pull begins at the first one that was left out.
+        has_all_matches = count == len(candidates.seqs)
+        next_offset = candidates.next_offset if has_all_matches else int(candidates.offsets[count])
         return self._answer_with(call, fields, queue, next_offset, messages)
 
     async def _wait_for_messages(
         self, call: Call, fields: PullFields, topic: Topic, queue: Queue, message_filter: Filter
     ) -> Reply:
-        """Wait until a message matches or the suspend time is over, and answer the pull."""
+        """Wait until a message matches or the suspend time is over, and answer the pull.
+
+        Raises the errors of the policy if the topic is deleted or closed meanwhile.
+        """
         loop = asyncio.get_running_loop()
         wait_ms = fields.suspend_timeout_millis if fields.sys_flag & _SUSPEND else 0
         deadline_s = loop.time() + min(max(0, wait_ms), limits.PULL_WAIT_MS_MAX) / 1000
@@ -286,14 +303,14 @@ class Pulls:
         self, call: Call, fields: PullFields, queue: Queue, next_offset: int, messages: EncodedMessages
     ) -> Reply:
         """Create the answer with these messages, or PULL_RETRY_IMMEDIATELY if there are none."""
-        count, body = messages
-        if not count:
+        if not messages.row_count:
             return _answer_empty(call, queue, next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
-        self._rates.got(fields.topic, fields.consumer_group, count, len(body))
-        return call.answer(ext=_offset_fields(queue, next_offset), body=body)
+        self._rates.got(fields.topic, fields.consumer_group, messages.row_count, len(messages.data))
+        return call.answer(ext=_offset_fields(queue, next_offset), body=messages.data)
 
 
 def _rows_max(fields: Fields) -> int:
+    """Return the requested number of messages, within 1 and ROWS_MAX."""
     requested = fields.max_msg_nums
     # Not min() and max(): one call of them takes as long as this whole function.
     return ROWS_MAX if requested > ROWS_MAX else requested if requested > 0 else 1
@@ -311,7 +328,7 @@ def _next_seqs(fields: Fields, index: QueueIndex) -> list[int]:
 
 
 def _answer_moved(call: Call, queue: Queue, offset: int) -> Reply:
-    """Create the answer to a pull at an offset outside the queue, or None if the offset is within."""
+    """Create the answer to a pull at an offset outside the queue, or return None if the offset is within."""
     min_offset, max_offset = queue.index.min_offset, queue.index.max_offset
     if min_offset <= offset <= max_offset:
         return None
@@ -370,7 +387,7 @@ class Offsets:
             RequestCode.GET_EARLIEST_MSG_STORETIME: self._earliest,
         }
 
-    def _queue(self, fields: _Queue) -> Queue:
+    def _find_queue(self, fields: _Queue) -> Queue:
         """Find the queue of a request. Raises Refused if it does not exist."""
         topic = self._broker.tables.topics.find_topic(fields.topic)
         if topic is None:
@@ -385,7 +402,10 @@ class Offsets:
         return topic.queues[fields.queue_id]
 
     def _query(self, call: Call) -> Reply:
-        """Serve QUERY_CONSUMER_OFFSET: the committed offset, or 0 if the group must begin there. Raises Refused."""
+        """Serve QUERY_CONSUMER_OFFSET: return the committed offset, or 0 if the group must begin there.
+
+        Raises Refused (QUERY_NOT_FOUND) if the client decides where the group begins.
+        """
         fields = call.fields(_Query)
         offsets = self._broker.offsets(fields.consumer_group, fields.topic, call.caller)
         offset = offsets.get(fields.queue_id)
@@ -397,22 +417,19 @@ class Offsets:
 
     def _must_begin_at_zero(self, fields: _Query) -> bool:
         """Return whether a group without an offset must begin with the first message of the queue."""
-        topic, client_choice = (
-            self._broker.tables.topics.find_topic(fields.topic),
-            fields.set_zero_if_not_found,
-        )
+        client_choice = fields.set_zero_if_not_found
+        topic = self._broker.tables.topics.find_topic(fields.topic)
         if topic is None or not 0 <= fields.queue_id < len(topic.queues) or client_choice is False:
             return False
         if topic.queues[fields.queue_id].index.min_offset:
-            return False
-        if client_choice or fields.topic.startswith(
-            RETRY_PREFIX
-        ):  # a retry topic has only the group's own messages
+            return False  # retention has deleted the first message
+        # A retry topic has only the group's own messages.
+        if client_choice or fields.topic.startswith(RETRY_PREFIX):
             return True
-        return self._was_empty_at_subscription(fields, topic.queues[fields.queue_id])
+        return self._begin_at_zero_if_was_empty(fields, topic.queues[fields.queue_id])
 
-    def _was_empty_at_subscription(self, fields: _Query, queue: Queue) -> bool:
-        """Return whether the queue had no messages when the group subscribed. If so, the offset 0 is committed.
+    def _begin_at_zero_if_was_empty(self, fields: _Query, queue: Queue) -> bool:
+        """Commit the offset 0 if the queue had no messages when the group subscribed. Returns whether it had none.
 
         The session ends with the group's last member. Without the commit, a consumer that dies before its first commit
         would begin behind the messages that were sent after its subscription.
@@ -429,7 +446,10 @@ class Offsets:
         return True
 
     def _update(self, call: Call) -> Reply:
-        """Serve UPDATE_CONSUMER_OFFSET: commit an offset of an existing group."""
+        """Serve UPDATE_CONSUMER_OFFSET: commit an offset of an existing group.
+
+        Raises GroupNotFound, Refused (no such topic or queue) and OutOfRange (an offset beyond the queue).
+        """
         fields = call.fields(_Update)
         # As in RocketMQ: otherwise a misspelled name would store offsets of a group that does not exist.
         if not self._broker.is_group(fields.consumer_group):
@@ -437,7 +457,7 @@ class Offsets:
                 f"consumer group {fields.consumer_group[: limits.GROUP_BYTES_MAX]!r} does not exist: its first "
                 "heartbeat, pull or POP creates it, and so does mqadmin updateSubGroup"
             )
-        queue = self._queue(fields)
+        queue = self._find_queue(fields)
         self._broker.tables.offsets.commit(
             fields.consumer_group,
             fields.topic,
@@ -447,15 +467,15 @@ class Offsets:
         return call.answer()
 
     def _max(self, call: Call) -> Reply:
-        return call.answer(ext={"offset": str(self._queue(call.fields(_Queue)).index.max_offset)})
+        return call.answer(ext={"offset": str(self._find_queue(call.fields(_Queue)).index.max_offset)})
 
     def _min(self, call: Call) -> Reply:
-        return call.answer(ext={"offset": str(self._queue(call.fields(_Queue)).index.min_offset)})
+        return call.answer(ext={"offset": str(self._find_queue(call.fields(_Queue)).index.min_offset)})
 
     async def _search(self, call: Call) -> Reply:
-        """Serve SEARCH_OFFSET_BY_TIMESTAMP: the first offset from a time on, or with UPPER the last until then."""
+        """Serve SEARCH_OFFSET_BY_TIMESTAMP: find the first offset from a time on, or with UPPER the last until then."""
         fields = call.fields(_Search)
-        index = self._queue(fields).index
+        index = self._find_queue(fields).index
         upper = fields.boundary_type.upper() == "UPPER"
         offset = await in_thread(
             self._broker.threads.reader,
@@ -468,7 +488,8 @@ class Offsets:
         return call.answer(ext={"offset": str(offset)})
 
     async def _earliest(self, call: Call) -> Reply:
-        index = self._queue(call.fields(_Queue)).index
+        """Serve GET_EARLIEST_MSG_STORETIME: read the store time in ms of the first message of a queue."""
+        index = self._find_queue(call.fields(_Queue)).index
         earliest_ms = await in_thread(
             self._broker.threads.reader, pull.earliest_ms, self._broker.log.reader, index
         )
@@ -485,8 +506,14 @@ FRESH_ROWS = 65_536  # newest rows of the log, which are still in the page cache
 LOOP_BYTES_MAX = 1024 * 1024  # of a frame that is opened on the loop, which takes about 100 us
 AHEAD_BYTES = 1024 * 1024  # of frames that the reader thread opens at once
 
-EncodedMessages = tuple[int, bytes]  # number of messages, and their bytes
 OpenedFrames = dict[Place, StoredFrame]
+
+
+class EncodedMessages(NamedTuple):
+    """Stored messages, as the body of an answer to a pull."""
+
+    row_count: int
+    data: bytes
 
 
 class _UnopenedFrame(NamedTuple):
@@ -513,11 +540,12 @@ class StoredFrames:
     def get_from_memory(self, seqs: list[int], host: Host, bytes_max: int) -> EncodedMessages | None:
         """Encode as many of these messages as fit into an answer, at least one. Returns None if the disk must be read.
 
-        `seqs` are ascending. `host` is the store host in the messages. Raises OutOfRange.
+        `seqs` are ascending. `host` is the store host in the messages. Raises OutOfRange for a row that is not in the
+        log or not visible.
         """
         body = bytearray()
         count = self._append(body, seqs, host, bytes_max, {})
-        return None if isinstance(count, _UnopenedFrame) else (count, bytes(body))
+        return None if isinstance(count, _UnopenedFrame) else EncodedMessages(count, bytes(body))
 
     def append_from_memory(self, out: bytearray, entries: EntryArray, host: Host, bytes_max: int) -> int:
         """Append the messages of these queue entries to `out` while they fit into `bytes_max`. Returns their number.
@@ -527,24 +555,28 @@ class StoredFrames:
         index, count, last_frame = 0, len(entries), self._last_frame
         # In most cases all messages are in the frame that the previous pull used.
         if last_frame is not None:
-            index = last_frame.put(out, entries, 0, host, bytes_max)
+            index = last_frame.append_messages(out, entries, 0, host, bytes_max)
         while index < count:
             frame = self._find_frame(int(entries[index]["seq"]), {})
             if isinstance(frame, _UnopenedFrame):
                 return 0
-            previous_index, index = index, frame.put(out, entries, index, host, bytes_max)
+            previous_index = index
+            index = frame.append_messages(out, entries, index, host, bytes_max)
             if index == previous_index:
                 break  # the next message does not fit into the answer
         return index
 
     async def get(self, seqs: list[int], host: Host, bytes_max: int) -> EncodedMessages:
-        """Encode as many of these messages as fit into an answer, at least one. Reads the disk if necessary."""
+        """Encode as many of these messages as fit into an answer, at least one. Reads the disk if necessary.
+
+        Raises OutOfRange, and Corrupt for a damaged frame.
+        """
         opened: OpenedFrames = {}  # a reference of our own, because other pulls may evict them from the cache meanwhile
         while True:
             body = bytearray()
             result = self._append(body, seqs, host, bytes_max, opened)
             if not isinstance(result, _UnopenedFrame):
-                return result, bytes(body)
+                return EncodedMessages(result, bytes(body))
             opened |= await self._open(result)
 
     def _append(
@@ -556,7 +588,7 @@ class StoredFrames:
             frame = self._find_frame(seqs[index], opened)
             if isinstance(frame, _UnopenedFrame):
                 return frame
-            index = frame.put(out, seqs, index, host, bytes_max)
+            index = frame.append_messages(out, seqs, index, host, bytes_max)
             if index < len(seqs) and frame.first_seq <= seqs[index] < frame.end_seq:
                 break  # the next message does not fit into the answer
         return index
@@ -597,7 +629,10 @@ class StoredFrames:
         return await asyncio.shield(opening)
 
     def _open_following(self, unopened: _UnopenedFrame) -> OpenedFrames:
-        """Open a frame and the following ones, up to AHEAD_BYTES. Runs in the reader thread."""
+        """Open a frame and the following ones, up to AHEAD_BYTES. Runs in the reader thread.
+
+        Raises Corrupt if the first of them is damaged.
+        """
         segment, first_position = unopened
         opened: OpenedFrames = {}
         for index in range(bisect_left(segment.frame_positions, first_position), len(segment.frame_seqs)):

@@ -68,9 +68,8 @@ class _NewestRows:
         fit_count = min(
             int(np.searchsorted(total_bytes, BYTES_MAX, side="right")), self._rows_max - self._rows
         )
-        fit_count = max(
-            fit_count, 0 if self._rows else 1
-        )  # one row is always returned, even if larger than BYTES_MAX
+        if not self._rows:
+            fit_count = max(fit_count, 1)  # one row is always returned, even if larger than BYTES_MAX
         self.is_full = fit_count < rows.num_rows or self._rows + fit_count == self._rows_max
         if fit_count:
             self._batches.insert(0, rows.slice(rows.num_rows - fit_count))
@@ -91,7 +90,7 @@ class Queries:
         }
 
     async def _query(self, call: Call) -> Reply:
-        """Serve QUERY_MESSAGE: the newest messages with a key, or with a unique key."""
+        """Serve QUERY_MESSAGE: the newest messages with a key or unique key. Raises Refused if there are none."""
         fields = call.fields(_Query)
         rows = await in_thread(self._context.broker.threads.reader, self._find, fields)
         await self._context.broker.confirm_lead()
@@ -105,13 +104,12 @@ class Queries:
         return call.answer(ext=ext, body=body)
 
     def _find(self, fields: _Query) -> pa.RecordBatch | None:
-        """Find the newest matching rows, in log order (reader thread). Pending rows only count without a visible match.
+        """Find the newest matching rows, in log order. Runs in the reader thread. Returns None if there is no match.
 
-        Returns None if there is no match.
+        Visible messages are returned if any of them match, otherwise pending messages.
         """
-        seqs = self._context.broker.log.key_index.find_rows(hash_text(pa.array([fields.key], pa.string())))[
-            -CANDIDATES_MAX:
-        ]
+        key_hash = hash_text(pa.array([fields.key], pa.string()))
+        seqs = self._context.broker.log.key_index.find_rows(key_hash)[-CANDIDATES_MAX:]
         rows_max = max(1, min(fields.max_num, ROWS_MAX))
         visible, pending = _NewestRows(rows_max), _NewestRows(rows_max)
         for end in range(len(seqs), 0, -ROWS_PER_READ):
@@ -130,7 +128,10 @@ class Queries:
 
 
 async def stored_message(context: RemotingContext, call: Call, seq: int) -> bytes:
-    """Read a message by sequence number, and encode it in RocketMQ's stored form. Raises Refused, Forbidden."""
+    """Read a message by sequence number, and encode it in RocketMQ's stored form.
+
+    Raises Refused if there is no such message, or Forbidden if the caller may not read its topic.
+    """
     rows = await in_thread(
         context.broker.threads.reader,
         _read_message,
@@ -154,7 +155,10 @@ def _read_message(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch | None:
 
 
 def _is_pending(rows: pa.RecordBatch) -> pa.Array:
-    """Return a mask of the rows that gave a message its due time. Half messages have none."""
+    """Return a mask of the rows that give a message a due time: SCHEDULED, or MOVED by a reschedule or a commit.
+
+    A MOVED row without `from_due_ms` only changes where the message is stored. A half message has no due time.
+    """
     has_pending_kind = np.isin(rows.column("kind").to_numpy(), PENDING)
     has_pending_kind &= np.asarray(
         pc.or_(pc.not_equal(rows.column("kind"), Kind.MOVED), rows.column("from_due_ms").is_valid())
@@ -228,14 +232,12 @@ class Routes:
         return call.answer_json(route)
 
     def _queue_data(self, topic: str) -> dict[str, object]:
-        """Create RocketMQ's QueueData of a topic. Raises Refused if the topic has no route."""
+        """Create RocketMQ's QueueData of a topic. Raises Refused if the topic has no route, or InvalidName."""
         context, settings = self._context, self._context.broker.settings
         read = write = settings.queues_per_topic
         perm, sys_flag = READ | WRITE, 0
-        existing_topic, system_topic_queues = (
-            context.broker.tables.topics.find_topic(topic),
-            context.broker.policy.system_topic_queues(topic),
-        )
+        existing_topic = context.broker.tables.topics.find_topic(topic)
+        system_topic_queues = context.broker.policy.system_topic_queues(topic)
         if existing_topic is not None:
             read, write, perm = existing_topic.read_queues, existing_topic.write_queues, existing_topic.perm
             sys_flag = existing_topic.config.sys_flag
@@ -267,6 +269,7 @@ class Routes:
         }
 
     def _broker_data(self, connection: Connection) -> dict[str, object]:
+        """Create RocketMQ's BrokerData: this broker, with its address for the client of this connection."""
         context = self._context
         return {
             "cluster": context.cluster_name,
@@ -275,6 +278,7 @@ class Routes:
         }
 
     def _cluster(self, call: Call) -> Reply:
+        """Serve GET_BROKER_CLUSTER_INFO: a cluster with this broker alone."""
         context = self._context
         broker = self._broker_data(call.connection)
         return call.answer_json(

@@ -47,9 +47,9 @@ VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
 # messages of other clients.
 RETURNS_PER_BATCH = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 # The columns from which the destination is decided.
-_DECIDING = ["kind", "topic", "properties", "reconsume_times"]
+_DECISION_COLUMNS = ["kind", "topic", "properties", "reconsume_times"]
 # The columns that the copy has unchanged.
-COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
+COPIED_COLUMNS = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
 
 
 class _SendBack(msgspec.Struct):
@@ -80,9 +80,14 @@ class Retries:
         self.handlers: Handlers = {RequestCode.CONSUMER_SEND_MSG_BACK: self.send_back}
 
     async def send_back(self, call: Call) -> Reply:
-        """Serve CONSUMER_SEND_MSG_BACK: deliver the message at `offset` again, later, or as a dead letter."""
+        """Serve CONSUMER_SEND_MSG_BACK: deliver the message at `offset` again, later, or as a dead letter.
+
+        Durable when answered. Raises GroupNotFound, Refused (no such message), Forbidden, OverLimit, InvalidMessage.
+        """
         fields = call.fields(_SendBack)
-        retry_queues, attempts_max = self._group(fields.group, call.command.version, fields.maxReconsumeTimes)
+        retry_queues, attempts_max = self._retry_limits(
+            fields.group, call.command.version, fields.maxReconsumeTimes
+        )
         if retry_queues <= 0:
             # As in RocketMQ: a group without retry queues has no retries. No copy is sent, and the request succeeds.
             return call.answer()
@@ -91,11 +96,16 @@ class Retries:
         return call.answer()
 
     async def _send_copies(self, returned: list[_Returned]) -> list[TimeballError | None]:
-        """Read the messages again, decide about each, and send them as one batch."""
+        """Read the messages again, decide where each goes, and send the copies as one batch.
+
+        Returns for each message its error, or None if its copy is durable.
+        """
         outcomes: list[TimeballError | None] = [None] * len(returned)
         rows = await self._read([each.fields.offset for each in returned])
         destinations = []
-        for index, (row, each) in enumerate(zip(rows.select(_DECIDING).to_pylist(), returned, strict=True)):
+        for index, (row, each) in enumerate(
+            zip(rows.select(_DECISION_COLUMNS).to_pylist(), returned, strict=True)
+        ):
             if row["kind"] not in VISIBLE:
                 outcomes[index] = _not_found(each.fields.offset)
                 continue
@@ -113,13 +123,12 @@ class Retries:
         if destinations:
             accepted_rows = rows.filter(pa.array([outcome is None for outcome in outcomes]))
             await self._context.broker.send_again(_build_copies(accepted_rows, destinations))
-            self._count(
-                accepted_rows,
-                [each for each, outcome in zip(returned, outcomes, strict=True) if outcome is None],
-            )
+            accepted = [each for each, outcome in zip(returned, outcomes, strict=True) if outcome is None]
+            self._count_returns(accepted_rows, accepted)
         return outcomes
 
-    def _count(self, rows: pa.RecordBatch, returned: list[_Returned]) -> None:
+    def _count_returns(self, rows: pa.RecordBatch, returned: list[_Returned]) -> None:
+        """Count the returned messages by topic and group. `rows` are the messages, in the same order."""
         for topic, each in zip(rows.column("topic").to_pylist(), returned, strict=True):
             key = of_group(topic, each.fields.group)
             self._context.broker.rates.add(Stat.SNDBCK_PUT_NUMS, key, 1)
@@ -132,14 +141,16 @@ class Retries:
         max_reconsume_times: int | None,
         version: int,
     ) -> retry.Next:
-        """Decide the destination of a message sent to a %RETRY% topic. Raises GroupNotFound, Forbidden.
+        """Decide the destination of a message that a client sends to a %RETRY% topic. Raises GroupNotFound, Forbidden.
 
-        The two counts are from the header of the send. If a count is missing there, it is read from the properties.
+        `properties` are those of the message, `version` is the client's. `reconsume_times` and `max_reconsume_times`
+        are from the header of the send. A count that is missing there, or reconsume times of 0, are read from the
+        properties.
         """
         group = retry.group_of(topic)
         if max_reconsume_times is None:
             max_reconsume_times = _int_property(properties, "MAX_RECONSUME_TIMES")
-        retry_queues, attempts_max = self._group(group, version, max_reconsume_times)
+        retry_queues, attempts_max = self._retry_limits(group, version, max_reconsume_times)
         destination = retry.resend(
             group,
             properties=properties,
@@ -153,26 +164,24 @@ class Retries:
         )
         return destination
 
-    def _group(self, name: str, version: int, client_times_max: int | None) -> tuple[int, int]:
-        """Return a group's number of retry queues, and its maximum number of attempts. Raises GroupNotFound."""
-        config = self._context.broker.tables.groups.get(name)
+    def _retry_limits(self, group: str, version: int, client_times_max: int | None) -> tuple[int, int]:
+        """Return a group's number of retry queues, and its maximum number of attempts. Raises GroupNotFound.
+
+        `client_times_max` is the maximum that the client requests. It has no effect for a client of an old `version`.
+        """
+        config = self._context.broker.tables.groups.get(group)
         requested_times_max = client_times_max if version >= HAS_TIMES_MAX_VERSION else None
         return config.retry_queue_nums, times_max(config.retry_max_times, requested_times_max)
 
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:
         """Read the rows with these sequence numbers. Raises Refused if one of them is missing."""
-        outside = [
-            seq
-            for seq in seqs
-            if not self._context.broker.log.reader.first_seq <= seq < self._context.broker.log.reader.next_seq
-        ]
+        reader = self._context.broker.log.reader
+        outside = [seq for seq in seqs if not reader.first_seq <= seq < reader.next_seq]
         if outside:
             raise _not_found(outside[0])
         try:
-            wanted_seqs = np.array(seqs, dtype=np.int64)
-            return await in_thread(
-                self._context.broker.threads.reader, self._context.broker.log.reader.read_rows, wanted_seqs
-            )
+            seqs_array = np.array(seqs, dtype=np.int64)
+            return await in_thread(self._context.broker.threads.reader, reader.read_rows, seqs_array)
         except OutOfRange as error:  # a reserved number, or a segment that retention has deleted since
             raise _not_found(seqs[0]) from error
 
@@ -196,14 +205,17 @@ def _decide_destination(row: dict[str, Any], returned: _Returned) -> retry.Next:
 
 
 def _build_copies(rows: pa.RecordBatch, destinations: list[retry.Next]) -> pa.RecordBatch:
-    """Build the batch of copies for the broker: the rows, with topic and retry fields from `destinations`."""
+    """Build the copies of returned messages as a batch of SEND_COLUMNS, one for each row.
+
+    Topic, properties, reconsume times and delay level are from `destinations`, all other columns from the row.
+    """
     changed = {
         "topic": [destination.topic for destination in destinations],
         "properties": [encode_properties(destination.properties) for destination in destinations],
         "reconsume_times": [destination.reconsume_times for destination in destinations],
         "delay_level": [destination.delay_level or None for destination in destinations],
     }
-    columns = {name: rows.column(name) for name in COPIED}
+    columns = {name: rows.column(name) for name in COPIED_COLUMNS}
     columns |= {name: pa.array(values, SEND_COLUMNS[name]) for name, values in changed.items()}
     return pa.RecordBatch.from_pydict(columns)
 
@@ -242,7 +254,10 @@ class Replies:
         return await self._push(call, cast(SendFields, call.fields(LongFields)))
 
     async def _push(self, call: Call, fields: SendFields) -> Reply:
-        """Push a reply to its producer and answer the consumer. Raises Refused if the producer does not accept it."""
+        """Push a reply to the producer that waits for it, and answer the consumer.
+
+        Raises Refused if the topic is no reply topic, or if no producer accepts the reply within PUSH_TIMEOUT_S.
+        """
         if not is_reply_topic(fields.topic, self._context.cluster_name):
             # A client with permission for any other topic must not be able to push messages to every client.
             remark = f"replies go to topic[{self._topic}], not to [{fields.topic}]"
@@ -274,7 +289,10 @@ class Replies:
         raise Refused(ResponseCode.SYSTEM_ERROR, remark)
 
     def _reply_header(self, call: Call, fields: SendFields) -> dict[str, str]:
-        """Build RocketMQ's ReplyMessageRequestHeader: the send's fields with long names, and the broker's fields."""
+        """Build RocketMQ's ReplyMessageRequestHeader: the send's fields with long names, and the broker's fields.
+
+        Fields that the consumer has not set are left out.
+        """
         fields_by_name: dict[str, Any] = {
             "producerGroup": fields.group,
             "topic": fields.topic,
@@ -294,5 +312,5 @@ class Replies:
         return {name: text(value) for name, value in fields_by_name.items() if value is not None}
 
 
-def _push_failed(client_id: str, why: str) -> Refused:
-    return Refused(ResponseCode.SYSTEM_ERROR, f"push reply message to {client_id} fail: {why}")
+def _push_failed(client_id: str, reason: str) -> Refused:
+    return Refused(ResponseCode.SYSTEM_ERROR, f"push reply message to {client_id} fail: {reason}")

@@ -123,7 +123,7 @@ class Sends:
         self.handlers: Handlers = {RequestCode.RECALL_MESSAGE: self._recall}
 
     def put(self, connection: Connection, header: SendHeader, frame: Frame) -> None:
-        """Check a send and pass it to its ingress. A refusal is sent at once. `header` was read from `frame`."""
+        """Check a send and pass it to its ingress. A refusal is answered at once. `header` was read from `frame`."""
         try:
             ingress, ticket = self._create_ticket(connection, header, frame)
             size_bytes = len(frame.body)
@@ -144,12 +144,13 @@ class Sends:
     def _create_ticket(
         self, connection: Connection, header: SendHeader, frame: Frame
     ) -> tuple[Ingress, Ticket]:
-        """Choose the ingress and the queue of a send, and create its ticket. Raises an error that refuses the send."""
+        """Choose the ingress and the queue of a send, and create its ticket. Raises the TimeballError of a refusal."""
         fields, ingress = header.fields, self._broker.sends
         if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
             ingress = self._redirect(header)
             fields = header.fields
         queue_count = self._queue_count(fields, connection.caller)
+        # -1: the broker chooses the queue.
         queue_id = -1 if fields.queue_id is None or fields.queue_id < 0 else fields.queue_id
         if queue_id >= queue_count:
             raise _no_such_queue(fields.topic, queue_id, queue_count)
@@ -181,7 +182,11 @@ class Sends:
         return rules.queue_of_priority(int(priority), max(1, topic.write_queues))
 
     def put_run(self, connection: Connection, run: SendRun) -> None:
-        """Pass a run of plain sends to the ingress, as one piece if possible, or one by one."""
+        """Pass a run of plain sends to the ingress, as one piece if all of them can be accepted.
+
+        Otherwise each send is checked and answered alone (`put`): a topic must be created first, a queue does not
+        exist, or a topic, a delay or the whole run is refused.
+        """
         try:
             for topic_name, queue_id in run.destinations:
                 topic = self._policy.destination(topic_name, connection.caller)
@@ -193,23 +198,13 @@ class Sends:
                 now_ms = self._clock.now_ms() if run.needs_time else 0
                 run.plan(connection.name.encode(), now_ms, settings.delay_ms_max, self._user_names)
                 size_bytes = run.size_bytes + OVERHEAD_BYTES * count
-                self._broker.sends.put(
-                    RunTicket(
-                        self,
-                        run,
-                        count,
-                        size_bytes,
-                        0,
-                        None,
-                        connection,
-                        self._codec,
-                        now_ms,
-                        self._create_tickets,
-                    )
-                )
+                ticket = RunTicket(
+                    self, run, count, size_bytes, 0, None, connection, self._codec, now_ms, self._create_tickets
+                )  # fmt: skip
+                self._broker.sends.put(ticket)
                 return
         except TimeballError:
-            pass  # `put` below sends each of them its own answer
+            pass  # `put` below answers each send
         for frame in run.frames():
             header = read_send(frame)
             assert header is not None, "a run contains only sends"
@@ -291,7 +286,10 @@ class Sends:
     # -- the interface `Edge` of broker/accepting/ingress.py -----------------------------------------------------------
 
     def answer(self, pieces: list[Ticket | RunTicket], accepted: Accepted) -> None:
-        """Answer the sends of a commit, with one write per connection."""
+        """Answer the sends of a durable batch, with one write per connection.
+
+        `accepted` has the sequence number, queue and offset of each row of the batch.
+        """
         _release_memory(pieces)
         if accepted.sent is not None and accepted.sent.outcome == KEPT:
             _answer_with_pending(pieces, accepted.sent.pending)
@@ -316,7 +314,10 @@ class Sends:
                 connection.write(data)
 
     def _encode_answer(self, ticket: Ticket, host: str, first_seq: int, queue_id: int, offset: int) -> bytes:
-        """Encode the answer to one send. `first_seq`, `queue_id` and `offset` are of its first message."""
+        """Encode the answer to one send as a frame.
+
+        `host` is the first part of the message ids. `first_seq`, `queue_id` and `offset` are of the first message.
+        """
         due_ms, key = ticket.due_ms, ticket.unique_key
         return encode_reply(
             ticket.opaque, ticket.serialisation,
@@ -342,13 +343,14 @@ class Sends:
 
 
 def _answer_with_pending(pieces: list[Ticket | RunTicket], pending: UniqueMessage | None) -> None:
-    """Replace the id and the due time in the answer to a send whose pending message was kept."""
+    """Put the id and the due time of the pending message into the answers to sends that kept it (by a unique key)."""
     for ticket in pieces:
         if isinstance(ticket, Ticket) and pending is not None:
             ticket.unique_key, ticket.due_ms = pending.id, pending.due_ms
 
 
 def _no_such_queue(topic: str, queue_id: int, queue_count: int) -> Refused:
+    """Create the error for a send to a queue that the topic does not have."""
     return Refused(
         ResponseCode.INVALID_PARAMETER,
         f"request queueId[{queue_id}] is illegal, topic {topic} has {queue_count} queues",
@@ -419,7 +421,7 @@ class RunTicket(Piece, gc=False):
     origin: Connection
     codec: Codec
     now_ms: int  # when the run was received: delays count from here. 0 if no send needs the time
-    tickets: Callable[[RunTicket], list[Ticket]]  # creates one ticket per send
+    create_tickets: Callable[[RunTicket], list[Ticket]]  # one per send
 
     def requests(self) -> list[tuple[int, int]]:
         """Return opaque and serialisation of each request that is not one-way."""
@@ -435,7 +437,7 @@ class RunTicket(Piece, gc=False):
 
     def apart(self) -> Sequence[Piece]:
         """Split the run into one ticket per send. See Piece."""
-        return (self,) if self.count == 1 else self.tickets(self)
+        return (self,) if self.count == 1 else self.create_tickets(self)
 
 
 class Runs:
@@ -458,7 +460,11 @@ class Runs:
     def log_rows(
         self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str
     ) -> SmallBatch | None:
-        """Encode the sends as rows of the log. Returns None unless all of them are plain. See SendRuns."""
+        """Encode the sends as rows of the log, in C. See SendRuns.
+
+        Returns None, without any effect, if a send has a delay level, a due time before 0 or after `last_ms`, or a
+        dead-letter topic, or if the texts of a column are too long for one frame.
+        """
         encoded = self._codec.log_rows(self._runs, topics, tag_number, now_ms, last_ms, host)
         if encoded is None:
             return None
@@ -491,7 +497,11 @@ class SendRows:
         queue_id: int,
         now_ms: int,
     ) -> Ticket:
-        """Create the ticket of one send, which `edge` will answer. Raises InvalidMessage or InvalidDelay."""
+        """Create the ticket of one send. Raises InvalidMessage or InvalidDelay.
+
+        `edge` will answer the ticket to `origin`, the connection of the send. `serialisation` is that of the frame.
+        `queue_id` -1: the broker chooses the queue. Delays count from `now_ms`.
+        """
         fields, unique = header.fields, None
         if header.code == BATCH or fields.batch:
             rows, unique_key = self._batch(fields, body, born_host, queue_id, now_ms)
@@ -512,8 +522,11 @@ class SendRows:
     def _row(
         self, fields: SendFields, flag: int, body: bytes, properties: str, born_host: str, queue_id: int, now_ms: int
     ) -> SendRow:  # fmt: skip
-        """Convert one message to a row: check limits, plan the delay, and add missing properties."""
-        # Rare. The two calls would take 0.2 us for each send.
+        """Convert one message to a row: check limits, plan the delay, and add missing properties.
+
+        Raises InvalidMessage or InvalidDelay.
+        """
+        # Only long values can exceed a limit. The two calls would take 0.2 us for each send.
         if len(body) > _BODY_SAFE or len(properties) > _PROPERTIES_SAFE:
             rules.check("body", body)
             rules.check("properties", properties)
@@ -540,7 +553,7 @@ class SendRows:
         if "REPLY_TO_CLIENT" in parsed and "CLUSTER" not in parsed:
             # This message expects a reply (retries.py). Consumers derive the reply topic from the cluster's name.
             properties = with_property(properties, "CLUSTER", self._cluster_name)
-        if (
+        if (  # short values are within all limits, so most sends need no check
             keys is not None
             or len(unique_key) >= _SHORT_CHARACTERS
             or (tag is not None and len(tag) >= _SHORT_CHARACTERS)
@@ -556,7 +569,10 @@ class SendRows:
     def _batch(
         self, fields: SendFields, body: bytes, born_host: str, queue_id: int, now_ms: int
     ) -> tuple[list[SendRow], str]:
-        """Convert a MessageBatch to rows. Returns them and their unique keys, joined with commas."""
+        """Convert the body of a SEND_BATCH_MESSAGE to rows. Raises InvalidMessage or InvalidDelay.
+
+        Returns the rows, and their unique keys joined with commas.
+        """
         rules.check("body", body)
         records = decode_batch(body, BATCH_ROWS_MAX)
         if not records:
@@ -652,7 +668,10 @@ class Transactions:
         return call.answer()
 
     def _delay(self, properties: dict[str, str]) -> dict[str, int]:
-        """Compute the delay of a committed message, as the columns `delay_level` or `due_ms`. Empty: no delay."""
+        """Compute the delay of a half message that is committed now, as the column `delay_level` or `due_ms`.
+
+        Empty if it has no delay. Raises InvalidDelay.
+        """
         settings = self._context.broker.settings
         level, due_ms = delays.plan(
             properties,

@@ -104,18 +104,27 @@ class GroupAdmin:
         return await self._update_all(call, call.body(_Configs).group_config_list)
 
     async def _update_all(self, call: Call, configs: list[dict[str, msgspec.Raw]]) -> Reply:
-        """Configure groups. If one cannot be decoded, none changes. If one is refused, only those before it change."""
+        """Create or change groups. Raises Refused, and the errors of the policy.
+
+        If a configuration cannot be decoded, no group changes. If one is refused, only the groups before it change.
+        """
         try:
             decoded = [_decode_config(config) for config in configs]
-            await self._broker.administration.configure_groups(map(self._merged, decoded), call.caller)
+            await self._broker.administration.configure_groups(
+                map(self._apply_attributes, decoded), call.caller
+            )
         except (msgspec.ValidationError, InvalidMessage) as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
         return call.answer()
 
-    def _merged(self, group: SubscriptionGroup) -> SubscriptionGroup:
-        """Apply the attributes as changes, as RocketMQ does. One without a sign is added. Raises InvalidMessage."""
-        known = self._groups.find_group(group.group_name)
-        attributes = {} if known is None else dict(known.attributes)
+    def _apply_attributes(self, group: SubscriptionGroup) -> SubscriptionGroup:
+        """Apply the attributes of a configuration to those that the group has already, as RocketMQ does.
+
+        `-name` removes an attribute. `+name`, or a name without a sign, sets it. Returns the configuration with the
+        resulting attributes. Raises InvalidMessage if there are too many.
+        """
+        existing = self._groups.find_group(group.group_name)
+        attributes = {} if existing is None else dict(existing.attributes)
         for name, value in group.attributes.items():
             if name.startswith("-"):
                 attributes.pop(name[1:], None)
@@ -126,6 +135,7 @@ class GroupAdmin:
         return msgspec.structs.replace(group, attributes=attributes)
 
     async def _list(self, call: Call) -> Reply:
+        """Serve GET_ALL_SUBSCRIPTIONGROUP_CONFIG: the settings of all groups."""
         # The version is read first, so that a tool sees an outdated version if the table changes meanwhile.
         version = data_version(self._groups.version, 0)
         table = await encode_by_name(self._groups.all(), lambda group: (group.group_name, group))
@@ -134,6 +144,7 @@ class GroupAdmin:
         )
 
     def _get(self, call: Call) -> Reply:
+        """Serve GET_SUBSCRIPTIONGROUP_CONFIG: the settings of one group. Raises Refused if it does not exist."""
         name = call.fields(_Named).group
         group = self._groups.find_group(name)
         if group is None:
@@ -141,6 +152,7 @@ class GroupAdmin:
         return call.answer_json(group)
 
     async def _delete(self, call: Call) -> Reply:
+        """Serve DELETE_SUBSCRIPTIONGROUP: delete a group, and on request its offsets. No group: it succeeds, too."""
         fields = call.fields(_Delete)
         await self._broker.administration.delete_group(
             fields.group_name, call.caller, with_offsets=fields.clean_offset
@@ -148,7 +160,7 @@ class GroupAdmin:
         return call.answer()
 
     async def _clone_offsets(self, call: Call) -> Reply:
-        """Copy the offsets of a group to another group, for one topic or for all topics of the group."""
+        """Serve CLONE_GROUP_OFFSET: copy a group's offsets to another group, for one topic or for all of its topics."""
         fields = call.fields(_Clone)
         offsets, topics = self._broker.tables.offsets, self._broker.tables.topics
         group = self._sessions.group(fields.src_group)
@@ -245,6 +257,7 @@ def _decode_config(config: dict[str, msgspec.Raw]) -> SubscriptionGroup:
 
 
 def _connections(members: Iterable[Member]) -> list[dict[str, object]]:
+    """Convert members to RocketMQ's connectionSet."""
     return [
         {
             "clientAddr": member.connection.name,
@@ -318,7 +331,10 @@ class ClientForwarding:
         return await self._forward(call, call.fields(_ConsumerFields))
 
     async def _consume_directly(self, call: Call) -> Reply:
-        """Have a consumer process one message. This changes no offset."""
+        """Serve CONSUME_MESSAGE_DIRECTLY: have a consumer process one message. This changes no offset.
+
+        Raises InvalidMessage, Refused, Forbidden, Unavailable.
+        """
         fields = call.fields(_ConsumeFields)
         _, seq = parse_offset_msg_id(fields.msg_id)
         consumer = _ConsumerFields(fields.consumer_group, fields.client_id)
@@ -327,7 +343,7 @@ class ClientForwarding:
         return await self._forward(call, consumer, body, brokerName=self._context.broker_name)
 
     async def _consumer_status(self, call: Call) -> Reply:
-        """Ask the members of a group, or one of them, for their offsets in a topic."""
+        """Serve INVOKE_BROKER_TO_GET_CONSUMER_STATUS: ask the members of a group, or one of them, for their offsets."""
         fields = call.fields(_StatusFields)
         group = self._context.sessions.group(fields.group)
         if group is None:
@@ -347,7 +363,10 @@ class ClientForwarding:
     async def _forward(
         self, call: Call, consumer: _ConsumerFields, body: bytes = b"", **extra_fields: str
     ) -> Reply:
-        """Forward the tool's request to a consumer, and convert its answer. Raises Refused, Unavailable."""
+        """Forward the tool's request to a consumer, with this body and more fields, and return its answer.
+
+        Raises Refused, Unavailable.
+        """
         connection = self._find_connection(consumer)
         # All fields are forwarded unchanged. Some are only for the consumer, for example whether to send a stack trace.
         command = Command(call.command.code, ext={**call.command.ext, **extra_fields}, body=body)

@@ -39,7 +39,7 @@ from timeball.log.reader import LogReader
 from timeball.model.access import Caller
 from timeball.model.errors import GroupNotFound, OutOfRange
 
-QueuePositions = list[tuple[QueueIndex, int]]  # queue and offset of messages
+QueuePositions = list[tuple[QueueIndex, int]]  # queue and offset of each message
 
 
 class _Topic(msgspec.Struct):
@@ -81,7 +81,7 @@ class Progress:
 
     async def _topic_stats(self, call: Call) -> Reply:
         """Serve GET_TOPIC_STATS_INFO: offsets and last store time of each queue of a topic."""
-        topic = self._topic(call.fields(_Topic).topic)
+        topic = self._find_topic(call.fields(_Topic).topic)
         ranges = [(queue.index.min_offset, queue.index.max_offset) for queue in topic.queues]
         times = await self._store_times(
             [(queue.index, high - 1) for queue, (_, high) in zip(topic.queues, ranges, strict=True)]
@@ -143,15 +143,16 @@ class Progress:
     async def _time_spans(self, call: Call) -> Reply:
         """Serve QUERY_CONSUME_TIME_SPAN: store times of each queue's first, last and last consumed message."""
         fields = call.fields(_Span)
-        topic = self._topic(fields.topic)
+        topic = self._find_topic(fields.topic)
         offsets = self._broker.offsets(fields.group, topic.name, call.caller)
         now_ms = self._broker.clock.now_ms()
         spans = []
         for queue_id, queue in enumerate(topic.queues[: topic.write_queues]):
             index, offset = queue.index, offsets.get(queue_id, 0)
-            first_and_last = [(index, index.min_offset), (index, index.max_offset - 1)]
+            # Of the first and the last message, the last consumed one, and the first one that is not consumed.
+            message_offsets = (index.min_offset, index.max_offset - 1, offset - 1, offset)
             first_ms, last_ms, read_ms, next_ms = await self._store_times(
-                [*first_and_last, (index, offset - 1), (index, offset)]
+                [(index, message_offset) for message_offset in message_offsets]
             )
             spans.append(
                 {
@@ -167,9 +168,12 @@ class Progress:
     # -- resetting -----------------------------------------------------------------------------------------------
 
     async def _reset(self, call: Call) -> Reply:
-        """Serve INVOKE_BROKER_TO_RESET_OFFSET: set a group's offsets and notify its members."""
+        """Serve INVOKE_BROKER_TO_RESET_OFFSET: set a group's offsets, and notify its members.
+
+        Raises GroupNotFound, Refused, and the errors of the policy.
+        """
         fields = call.fields(_Reset)
-        topic = self._topic(fields.topic)
+        topic = self._find_topic(fields.topic)
         group = self._context.sessions.group(fields.group)
         if group is None and not self._broker.is_group(fields.group):
             raise GroupNotFound(f"Group {fields.group} does not exist")
@@ -192,26 +196,22 @@ class Progress:
                     f"Target offset {fields.offset} not in consume queue range [{index.min_offset}-{index.max_offset}]",
                 )
             return {fields.queue_id: fields.offset}
-        offsets_at_time = await self._broker.offsets_at(
-            fields.topic, fields.timestamp, caller
-        )  # a timestamp of -1 means the end
+        # A timestamp of -1 means the end.
+        offsets_at_time = await self._broker.offsets_at(fields.topic, fields.timestamp, caller)
+        queue_ids = [fields.queue_id] if fields.queue_id >= 0 else range(topic.read_queues)
+        new_offsets = {queue_id: offsets_at_time[queue_id] for queue_id in queue_ids}
+        if fields.is_force:
+            return new_offsets
+        # Without force, a group moves only backward.
         return {
-            queue_id: offsets_at_time[queue_id]
-            if fields.is_force
-            else min(offsets_at_time[queue_id], committed.get(queue_id, offsets_at_time[queue_id]))
-            for queue_id in ([fields.queue_id] if fields.queue_id >= 0 else range(topic.read_queues))
+            queue_id: min(offset, committed.get(queue_id, offset)) for queue_id, offset in new_offsets.items()
         }
 
     def _notify_members(self, group: Group[Member], fields: _Reset, offsets: dict[int, int]) -> None:
         """Send the new offsets to each member of a group (request 220)."""
         for member in group.members:
             # The C++ client cannot parse objects as keys, so RocketMQ sends it a list of queues.
-            is_cpp = member.language == Language.CPP
-            body = (
-                self._encode_list(fields.topic, offsets)
-                if is_cpp
-                else self._encode_table(fields.topic, offsets)
-            )
+            encode = self._encode_list if member.language == Language.CPP else self._encode_table
             member.connection.push(
                 Command(
                     RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
@@ -221,23 +221,26 @@ class Progress:
                         "timestamp": str(fields.timestamp),
                         "isForce": text(fields.is_force),
                     },
-                    body=body,
+                    body=encode(fields.topic, offsets),
                 )
             )
 
     def _encode_table(self, topic: str, offsets: dict[int, int]) -> bytes:
+        """Encode the offsets by queue as a table with object keys."""
         table = encode_with_object_keys(
             (self._message_queue(topic, queue), offset) for queue, offset in offsets.items()
         )
         return msgspec.json.encode({"offsetTable": table})
 
     def _encode_list(self, topic: str, offsets: dict[int, int]) -> bytes:
+        """Encode the offsets by queue as a list, for the C++ client."""
         table = [self._message_queue(topic, queue) | {"offset": offset} for queue, offset in offsets.items()]
         return msgspec.json.encode({"offsetTable": table})
 
     # -- shared --------------------------------------------------------------------------------------------------
 
-    def _topic(self, name: str) -> Topic:
+    def _find_topic(self, name: str) -> Topic:
+        """Find a topic. Raises Refused if it does not exist."""
         topic = self._broker.tables.topics.find_topic(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist")
@@ -255,7 +258,7 @@ class Progress:
         return sorted({*subscribed, *self._broker.tables.offsets.topics_of(group)})
 
     async def _progress_entries(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
-        """Create the entries of RocketMQ's ConsumeStats for one group and topic: queue and offsets."""
+        """Create the entries of RocketMQ's ConsumeStats for one group and topic: each queue, and its offsets."""
         committed = self._broker.offsets(group, topic.name, caller)
         queues = topic.queues[: topic.read_queues]
         # Without an offset, all messages of the queue count as unread.

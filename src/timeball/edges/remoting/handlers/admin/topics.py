@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import fields
+from typing import NamedTuple
 
 import msgspec
 
@@ -135,7 +136,7 @@ class TopicAdmin:
         )
 
     async def _configure(self, changes: list[TopicChange], call: Call) -> Reply:
-        """Create or change topics. Raises Refused."""
+        """Create or change topics. Durable when answered. Raises Refused for an invalid name or configuration."""
         try:
             await self._administration.configure_topics(changes, call.caller)
         except RequestError as error:
@@ -143,6 +144,7 @@ class TopicAdmin:
         return call.answer()
 
     async def _list(self, call: Call) -> Reply:
+        """Serve GET_ALL_TOPIC_CONFIG: the configurations of all topics."""
         # The version is read first, so that a tool sees an outdated version if the table changes meanwhile.
         version = data_version(self._topics.version, 0)
         table = await encode_by_name(self._topics.all(), lambda topic: (topic.name, _topic_config(topic)))
@@ -160,6 +162,7 @@ class TopicAdmin:
         return call.answer()
 
     def _system_topics(self, call: Call) -> Reply:
+        """Serve GET_SYSTEM_TOPIC_LIST: RocketMQ's own topics, which include the names of cluster and broker."""
         return call.answer_json(
             {
                 "topicList": [self._context.cluster_name, self._context.broker_name, *rules.SYSTEM_TOPICS],
@@ -170,7 +173,7 @@ class TopicAdmin:
     # -- the name server's key-value table ---------------------------------------------------------------------
 
     def _get_value(self, call: Call) -> Reply:
-        """Serve GET_KV_CONFIG: the queues of an ordered topic. Raises Refused for other keys."""
+        """Serve GET_KV_CONFIG: the number of queues of an ordered topic. Raises Refused for other keys."""
         fields = call.fields(_KeyFields)
         topic = self._topics.find_topic(fields.key) if fields.namespace == ORDER_NAMESPACE else None
         value = topic and order_conf(topic, self._context.broker_name)
@@ -182,7 +185,7 @@ class TopicAdmin:
         return call.answer(ext={"value": value})
 
     async def _list_values(self, call: Call) -> Reply:
-        """Serve GET_KVLIST_BY_NAMESPACE: all ordered topics."""
+        """Serve GET_KVLIST_BY_NAMESPACE: the queue counts of all ordered topics. Raises Refused if there are none."""
         namespace = call.fields(_Namespace).namespace
         table = dict[str, str]()
         if namespace == ORDER_NAMESPACE:
@@ -213,6 +216,7 @@ class TopicAdmin:
         await self._administration.set_order(fields.key, call.caller, order=order)
 
     def _find_topic(self, name: str) -> Topic:
+        """Find a topic. Raises Refused if it does not exist."""
         topic = self._topics.find_topic(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
@@ -265,14 +269,21 @@ class _StatsFields(msgspec.Struct, rename="camel"):
     stats_key: str
 
 
+class _Sample(NamedTuple):
+    """Counts at a time of the monotonic clock."""
+
+    monotonic_ms: int
+    rows_written: int
+    rows_read: int
+
+
 class Runtime:
     """Serves the requests for the broker's metrics and settings."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context, self._broker = context, context.broker
         self._started_ms = self._now_ms()
-        # Per sample: monotonic ms, rows written, rows read.
-        self._samples: deque[tuple[int, int, int]] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)
+        self._samples: deque[_Sample] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)
         self._day = self._started_ms // limits.DAY_MS
         # Rows written and read until the last midnights.
         self._written_yesterday_morning = self._written_this_morning = 0
@@ -299,7 +310,7 @@ class Runtime:
             self._read_yesterday_morning, self._read_this_morning = self._read_this_morning, rows_read
             self._day = day
         now_ms = self._context.monotonic_ms()
-        self._samples.append((now_ms, rows_written, rows_read))
+        self._samples.append(_Sample(now_ms, rows_written, rows_read))
         self._broker.rates.sample(now_ms)
 
     def _rows_read(self) -> int:
@@ -313,10 +324,10 @@ class Runtime:
         return call.answer_json({"table": self._runtime_table(earliest_ms or self._now_ms())})
 
     def _runtime_table(self, earliest_ms: int) -> dict[str, str]:
-        """Collect RocketMQ's BrokerRuntimeInfo."""
+        """Collect RocketMQ's BrokerRuntimeInfo. `earliest_ms` is the store time of the oldest message."""
         now_ms = self._now_ms()
         written, segments = self._broker.log.writer.statistics, self._broker.log.reader.segments
-        put_tps, get_tps = self._tps(1, written.rows), self._tps(2, self._rows_read())
+        put_tps, get_tps = self._tps("rows_written", written.rows), self._tps("rows_read", self._rows_read())
         metrics: dict[str, object] = dict.fromkeys(_METRICS_ALWAYS_ZERO, 0)
         metrics |= {
             "brokerActive": "true",
@@ -359,17 +370,20 @@ class Runtime:
         pending = counts["tail_rows"] + counts["table_rows"] + counts.get("waiting_rows", 0)
         return pending - counts["cancelled_rows"]
 
-    def _tps(self, sample_index: int, rows: int) -> str:
-        """Compute RocketMQ's three average rates of a count, in rows per second.
+    def _tps(self, count_name: str, current_rows: int) -> str:
+        """Compute RocketMQ's three average rates of a count, in rows per second: over 10 s, a minute and 10 minutes.
 
-        `sample_index` is the index of the count in a sample, and `rows` its current value.
+        `count_name` is a field of `_Sample`, and `current_rows` the current value of that count.
         """
         now_ms, rates = self._context.monotonic_ms(), []
         for window_s in TPS_WINDOWS_S:
             begin_ms = now_ms - window_s * limits.SECOND_MS
-            sample = next((sample for sample in self._samples if sample[0] >= begin_ms), self._samples[-1])
-            elapsed_ms = now_ms - sample[0]
-            rates.append((rows - sample[sample_index]) * 1_000 / elapsed_ms if elapsed_ms > 0 else 0.0)
+            # The oldest sample of the window, or the newest one if all are older.
+            sample = next(
+                (sample for sample in self._samples if sample.monotonic_ms >= begin_ms), self._samples[-1]
+            )
+            elapsed_ms, rows = now_ms - sample.monotonic_ms, current_rows - getattr(sample, count_name)
+            rates.append(rows * 1_000 / elapsed_ms if elapsed_ms > 0 else 0.0)
         return " ".join(f"{rate:.1f}" for rate in rates)
 
     def _view_stats(self, call: Call) -> Reply:
@@ -426,6 +440,7 @@ class Runtime:
         return call.answer(body="".join(lines).encode(), ext={"version": '{"counter":0,"timestamp":0}'})
 
     def _update_config(self, call: Call) -> Reply:
+        """Refuse UPDATE_BROKER_CONFIG, because settings are fixed when the broker starts."""
         raise Refused(
             ResponseCode.NO_PERMISSION,
             "the settings of a running Timeball do not change: stop it, and start it with other options",
@@ -444,7 +459,7 @@ class Runtime:
 
 
 def first_store_ms(reader: LogReader) -> int | None:
-    """Read the store time of the oldest row in the log, or None for an empty log (reader thread)."""
+    """Read the store time in ms of the oldest row in the log, None for an empty log. Runs in the reader thread."""
     try:
         _, rows = next(reader.frames(reader.first_seq, reader.first_seq + 1))
     except (StopIteration, OutOfRange):  # retention may delete it at this moment
