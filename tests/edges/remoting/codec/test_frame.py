@@ -52,7 +52,7 @@ def decode_one(data: bytes) -> Command:
     return decode(frame)
 
 
-# ---- what comes in is what went out --------------------------------------------------------------------------
+# ---- encoded commands are decoded to the same ----------------------------------------------------------------
 
 
 @given(commands)
@@ -63,10 +63,10 @@ def test_an_encoded_command_is_decoded_to_the_same(command: Command) -> None:
 @given(st.lists(commands, max_size=5), st.lists(st.integers(0, 400), max_size=8))
 def test_bytes_split_anywhere_give_the_same_commands(sent: list[Command], cuts: list[int]) -> None:
     data = b"".join(map(encode, sent))
-    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     splitter = Splitter()
     result: list[Command] = []
-    for begin, end in itertools.pairwise(places):
+    for begin, end in itertools.pairwise(ends):
         result += map(decode, splitter.feed(data[begin:end]))
     assert result == sent
     assert splitter.held_bytes == 0
@@ -84,7 +84,7 @@ def test_frames_are_found_byte_by_byte_and_before_an_incomplete_frame() -> None:
     assert [decode(frame).opaque for frame in splitter.feed(second[-1:])] == [2]
 
 
-# ---- as real clients write it ----------------------------------------------------------------------------------
+# ---- headers of clients ----------------------------------------------------------------------------------------
 
 
 def test_ext_fields_may_be_numbers_and_booleans() -> None:
@@ -99,7 +99,8 @@ def test_ext_fields_may_be_numbers_and_booleans() -> None:
     assert (command.language, command.version, command.opaque) == (Language.CPP, 63, 7)
 
 
-def test_a_hand_made_binary_header_is_decoded() -> None:
+def test_a_binary_header_is_decoded() -> None:
+    # code, language, version, opaque, flag, remark length, length of the fields, then one field: name, value
     header = bytes.fromhex("0136 00 0199 0000002a 00000002 00000000 0000000a 0001 62 00000003 666f6f")
     command = decode_one(frame_of(header, b"body", BINARY))
     assert (command.code, command.language, command.version) == (310, Language.JAVA, 409)
@@ -114,7 +115,7 @@ def test_an_answer_has_the_response_flag_and_an_ext_fields_object() -> None:
     assert decode_one(data).is_response
 
 
-# ---- what lies is refused before it costs anything -------------------------------------------------------------
+# ---- invalid lengths and headers are refused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_an_answer_has_the_response_flag_and_an_ext_fields_object() -> None:
         (-1, 0), (0, 0), (3, 0), (FRAME_BYTES_MAX + 1, 10), (1 << 31 - 1, 0), (100, 97),
     ],
 )  # fmt: skip
-def test_a_frame_with_false_lengths_is_refused_by_its_first_bytes(length: int, word: int) -> None:
+def test_a_frame_with_false_lengths_is_refused_as_soon_as_they_are_received(length: int, word: int) -> None:
     splitter = Splitter()
     with pytest.raises(BadFrame):
         splitter.feed(struct.pack(">iI", length, word))
@@ -139,7 +140,7 @@ def test_a_frame_with_false_lengths_is_refused_by_its_first_bytes(length: int, w
         json.dumps({"code": 1, "extFields": {str(i): i for i in range(EXT_FIELDS_MAX + 1)}}).encode(),
     ],
 )  # fmt: skip
-def test_a_json_header_of_another_shape_is_refused(header: bytes) -> None:
+def test_an_invalid_json_header_is_refused(header: bytes) -> None:
     with pytest.raises(BadFrame):
         decode_one(frame_of(header))
 
@@ -155,7 +156,7 @@ def test_a_json_header_of_another_shape_is_refused(header: bytes) -> None:
         (bytes.fromhex("0022 00 0199 00000007 00000002") + bytes(HEADER_BYTES_MAX), BINARY, 13),
     ],
 )
-def test_a_bad_header_error_contains_its_request(
+def test_the_error_of_an_invalid_header_has_the_request_to_answer(
     header: bytes, serialisation: int, response_code: int
 ) -> None:
     with pytest.raises(BadHeader) as caught:
@@ -174,7 +175,7 @@ def test_a_bad_header_error_contains_its_request(
         b'{"opaque": 7, "extFields": {"a": "' + b"x" * HEADER_BYTES_MAX + b'"}',
     ],
 )
-def test_a_bad_header_of_an_answer_or_of_no_request_is_a_bad_frame(header: bytes) -> None:
+def test_an_invalid_header_that_cannot_be_answered_is_a_bad_frame(header: bytes) -> None:
     with pytest.raises(BadFrame) as caught:
         decode_one(frame_of(header))
     assert not isinstance(caught.value, BadHeader)

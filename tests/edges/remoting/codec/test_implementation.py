@@ -1,7 +1,8 @@
-"""The compiled codec and the reference give the same rows, columns, answers and errors, in the same order.
+"""The compiled codec and the Python code give the same rows, columns, answers and errors, in the same order.
 
-A codec reports a run of plain sends. The test reads each of them with the reference as well: a send must not count as
-plain if the reference refuses it, or reads other values.
+Here the Python code is called the reference. A codec returns a run of sends that it reads itself, the plain sends. The
+tests read each send of a run with the reference as well, because a send that the reference refuses, or whose values it
+reads otherwise, must not be in a run.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ needs_compiled = pytest.mark.skipif(
 )
 
 
-# ---- both ways -----------------------------------------------------------------------------------------------
+# ---- the comparison ------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Way:
-    """The result of one codec for some bytes: an item for each frame, and how many of them were in runs."""
+class Result:
+    """The result of one codec for some bytes.
+
+    The first item has the number of split bytes and that of the bytes of the next frame. An item follows for each
+    frame. `error` is the text of BadFrame, and `plain` the number of messages in runs.
+    """
 
     items: list[Any] = field(default_factory=list)
-    answers: list[bytes] = field(default_factory=list)
     error: str = ""
     plain: int = 0
 
@@ -70,14 +74,14 @@ def send_rows(names: frozenset[str] = USER_NAMES) -> SendRows:
     return SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, names, "cluster")
 
 
-def item_of(rows: SendRows, frame: Frame) -> Any:
+def read_by_reference(rows: SendRows, frame: Frame) -> Any:
     """Read one frame with the reference: a ticket, the text of an error, or the frame itself."""
     try:
         header = read_send(frame)
         if header is None:
             return frame
-        asked = header.fields.queue_id
-        queue_id = -1 if asked is None or asked < 0 else asked
+        field_value = header.fields.queue_id
+        queue_id = -1 if field_value is None or field_value < 0 else field_value
         body, form = frame.body, frame.serialisation
         return rows.ticket("edge", "origin", header, body, form, "10.0.0.7:51234", queue_id, NOW_MS)
     except TimeballError as error:
@@ -85,6 +89,7 @@ def item_of(rows: SendRows, frame: Frame) -> Any:
 
 
 def handle(topic: str, due_ms: int, key: str) -> str:
+    """Return a text in place of a recall handle, which shows the arguments."""
     return f"{topic}-{due_ms}-{len(key)}"
 
 
@@ -98,43 +103,43 @@ def answer(ticket: Ticket, first_seq: int, offset: int) -> bytes:
     return encode_reply(ticket.opaque, ticket.serialisation, queue_id, offset, ids, ticket.unique_key, recall)
 
 
-def shown(item: Any) -> Any:
-    """Convert a ticket to values that can be compared."""
+def comparable(item: Any) -> Any:
+    """Convert a ticket to a tuple of its values. Tickets do not compare by value."""
     return msgspec.structs.astuple(item) if isinstance(item, Ticket) else item
 
 
-def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Way:
-    """Read bytes with a codec, and compare each run with the reference's tickets of its frames."""
-    way, rows = Way(), send_rows(names)
+def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Result:
+    """Read bytes with a codec, and compare each run with the tickets that the reference creates from its frames."""
+    result, rows = Result(), send_rows(names)
     try:
-        result, at, awaited_bytes = codec.cut(data, FRAME_BYTES_MAX)
+        pieces, at, awaited_bytes = codec.cut(data, FRAME_BYTES_MAX)
     except BadFrame as error:
-        return Way(error=str(error))
-    way.items.append((at, awaited_bytes))
-    for each in result:
-        if type(each) is codec.pull:  # see test_plain_pulls.py
-            each = each.frame()
-        if isinstance(each, Frame):
-            way.items.append(shown(item_of(rows, each)))
+        return Result(error=str(error))
+    result.items.append((at, awaited_bytes))
+    for piece in pieces:
+        if type(piece) is codec.pull:  # see test_plain_pulls.py
+            piece = piece.frame()
+        if isinstance(piece, Frame):
+            result.items.append(comparable(read_by_reference(rows, piece)))
             continue
-        way.plain += len(each)
-        tickets = [item_of(rows, frame) for frame in each.frames()]
+        result.plain += len(piece)
+        tickets = [read_by_reference(rows, frame) for frame in piece.frames()]
         try:
-            # As the edge does: the clock is not read for a run that says it needs no time.
-            now_ms = NOW_MS if each.needs_time else 0
-            each.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, names)
+            # The edge does not read the clock for a run that needs no time, either.
+            now_ms = NOW_MS if piece.needs_time else 0
+            piece.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, names)
         except TimeballError as error:
-            # Then the reference reads the whole run: one of its sends must be at fault.
+            # The edge then reads the whole run with the reference. It must refuse one of the sends for this reason.
             assert f"{type(error).__name__}: {error}" in tickets
-            way.items += map(shown, tickets)
+            result.items += map(comparable, tickets)
             continue
-        check_run(codec, each, tickets)
-        rows_of_run = list(each)
+        check_run(codec, piece, tickets)
+        rows_of_run = list(piece)
         for ticket in tickets:
             own, rows_of_run = rows_of_run[: ticket.count], rows_of_run[ticket.count :]
-            way.items.append(shown(msgspec.structs.replace(ticket, rows=own)))
+            result.items.append(comparable(msgspec.structs.replace(ticket, rows=own)))
         assert not rows_of_run
-    return way
+    return result
 
 
 def check_run(codec: Codec, run: Any, tickets: list[Any]) -> None:
@@ -149,23 +154,23 @@ def check_run(codec: Codec, run: Any, tickets: list[Any]) -> None:
     assert dict(run.destinations) == greatest
     columns = codec.join([run])
     columns.validate(full=True)
-    assert columns.equals(batch_of(rows)), "other columns"
+    assert columns.equals(batch_of(rows)), "the columns differ"
     offsets = list(range(1 << 40, (1 << 40) + len(rows) + 3))
     written = codec.encode_replies(run, b"7F", 900, 3, [5] * len(offsets), offsets, handle)
     firsts = accumulate((ticket.count for ticket in tickets), initial=0)
     expected = [answer(ticket, 903 + n, offsets[3 + n]) for n, ticket in zip(firsts, tickets, strict=False)]
-    assert written == b"".join(expected), "other answers"
+    assert written == b"".join(expected), "the answers differ"
 
 
 def agree(data: bytes, codec: Codec | None = COMPILED, names: frozenset[str] = USER_NAMES) -> int:
-    """Assert that a codec and the reference give the same. Return how many sends were plain."""
+    """Assert that a codec and the reference give the same. Return the number of messages in the runs of the codec."""
     assert codec is not None
     reference, other = read(PYTHON, data, names), read(codec, data, names)
     assert (other.error, other.items) == (reference.error, reference.items)
     return other.plain
 
 
-# ---- sends as clients write them -----------------------------------------------------------------------------
+# ---- sends of clients ----------------------------------------------------------------------------------------
 
 PLAIN = {
     "a": "producers", "b": "orders", "c": "TBW102", "d": "4", "e": "3", "f": "0", "g": "1761000000000", "h": "7",
@@ -212,8 +217,7 @@ def framed(header: bytes, body: bytes = b"x", form: int = JSON) -> bytes:
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_frames_give_the_same_in_both_codecs(name: str) -> None:
     plain = agree((GOLDEN / name).read_bytes())
-    # ali-ons gives its messages no ids: the broker makes them, one by one.
-    # Java's record holds a batch of three as well.
+    # ali-ons sends messages without a unique key, which are not plain. The Java record also has a batch of three.
     assert plain == {"ali": 0, "java": 5}.get(name.partition("-")[0], 2)
 
 
@@ -236,7 +240,7 @@ def test_a_recorded_stream_split_anywhere_gives_the_same(name: str) -> None:
         {"DELAY": "3", "TIMER_DELAY_MS": "5"}, {"UNIQ_KEY": 'quo"ted'}, {"UNIQ_KEY": "ключ"}, {"UNIQ_KEY": "\x7f"},
     ],
 )  # fmt: skip
-def test_delays_timers_and_texts_are_plain(form: int, properties: dict[str, str]) -> None:
+def test_sends_with_delays_timers_and_any_texts_are_plain(form: int, properties: dict[str, str]) -> None:
     ext = {**PLAIN, "i": encode_properties({"UNIQ_KEY": "AB", **properties})}
     assert agree(send(form=form) + send(ext, form=form) + send(form=form)) == 3
 
@@ -244,7 +248,7 @@ def test_delays_timers_and_texts_are_plain(form: int, properties: dict[str, str]
 @needs_compiled
 @pytest.mark.parametrize("form", [JSON, BINARY])
 @pytest.mark.parametrize("names", [frozenset(), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"})])
-def test_user_properties_without_delay_give_the_same(form: int, names: frozenset[str]) -> None:
+def test_disabled_user_delay_properties_give_the_same(form: int, names: frozenset[str]) -> None:
     for properties in (
         {"TIMING": "8"}, {"TIMING": "08:00:00"}, {"__STARTDELIVERTIME": str(NOW_MS + 9)}, {"__STARTDELIVERTIME": "x"},
         {"TIMING": "08:00:00", "DELAY": "3"}, {"__STARTDELIVERTIME": "9", "TIMER_DELAY_MS": "5"},
@@ -281,18 +285,20 @@ def test_an_invalid_delay_gives_the_same_error(form: int, wrong: dict[str, str])
         {"i": "UNIQ_KEY\x01k\x02TAGS\x01a\x01\x02"}, {"i": "UNIQ_KEY\x01k\x01\x02"},
     ],
 )  # fmt: skip
-def test_unusual_frames_are_left_to_the_reference_in_their_order(form: int, other: dict[str, str]) -> None:
+def test_an_unusual_send_between_plain_sends_is_left_to_the_reference(
+    form: int, other: dict[str, str]
+) -> None:
     assert agree(send(form=form) + send({**PLAIN, **other}, form=form) + send(form=form)) == 2
 
 
 @needs_compiled
 def test_long_names_and_unquoted_values_are_plain() -> None:
-    """As the C++ client writes them."""
+    """The C++ client writes both."""
     numbers = {name: int(value) for name, value in PLAIN.items() if value.isdigit()}
     assert agree(java({**PLAIN, **numbers, "k": False, "m": False})) == 1
     ext = {LONG_NAMES[name]: PLAIN[short] for name, short in SHORT_NAMES.items()}
     assert agree(java({**ext, "batch": "0"}, code=10, end=b"\n") + send(ext, code=10, form=BINARY)) == 2
-    assert agree(java(ext) + java(PLAIN, code=10)) == 0, "the names of the other code"
+    assert agree(java(ext) + java(PLAIN, code=10)) == 0, "each code has the field names of the other one"
 
 
 @needs_compiled
@@ -335,8 +341,8 @@ def test_an_unusual_batch_is_left_to_the_reference_as_a_whole(
 def test_a_batch_with_one_changed_byte_gives_the_same(form: int) -> None:
     whole = batch([record(), record("UNIQ_KEY\x01ä\x02", b"body")], form=form)
     for at in range(8, len(whole)):
-        for other in {0, 1, 2, 0x20, 0x7F, 0x80, 0xFF, whole[at] ^ 1}:
-            agree(whole[:at] + bytes([other]) + whole[at + 1 :])
+        for value in {0, 1, 2, 0x20, 0x7F, 0x80, 0xFF, whole[at] ^ 1}:
+            agree(whole[:at] + bytes([value]) + whole[at + 1 :])
 
 
 @needs_compiled
@@ -368,7 +374,7 @@ def test_a_small_run_does_not_keep_a_large_read_in_memory() -> None:
     agree(large + send() + large)
 
 
-# ---- any bytes -----------------------------------------------------------------------------------------------
+# ---- drawn and damaged bytes ---------------------------------------------------------------------------------
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
 numbers = st.one_of(
@@ -426,29 +432,29 @@ def test_any_batches_give_the_same(
 ) -> None:
     agree(
         b"".join(
-            batch([record(*each) for each in records], {**PLAIN, **ext}, form, opaque=n)
+            batch([record(*values) for values in records], {**PLAIN, **ext}, form, opaque=n)
             for n, (ext, records) in enumerate(batches)
         )
     )
 
 
-bare = st.one_of(
+json_values = st.one_of(
     st.integers(-(1 << 70), 1 << 70), st.booleans(), st.none(), st.floats(allow_nan=False), texts, st.just([])
 )
 
 
 @needs_compiled
 @given(
-    st.dictionaries(st.sampled_from([*PLAIN, "topic", "x"]), bare, max_size=3),
+    st.dictionaries(st.sampled_from([*PLAIN, "topic", "x"]), json_values, max_size=3),
     st.lists(st.sampled_from(sorted(PLAIN)), max_size=2),
 )
-def test_any_json_gives_the_same(changed: dict[str, Any], left_out: list[str]) -> None:
-    ext = {name: value for name, value in {**PLAIN, **changed}.items() if name not in left_out}
+def test_any_json_gives_the_same(changed: dict[str, Any], removed: list[str]) -> None:
+    ext = {name: value for name, value in {**PLAIN, **changed}.items() if name not in removed}
     agree(java(ext) + java(PLAIN))
 
 
-def pieces() -> Iterator[bytes]:
-    """Yield frames for the tests that damage them."""
+def undamaged_frames() -> Iterator[bytes]:
+    """Yield the frames that the following tests damage."""
     for form in (JSON, BINARY):
         yield send(form=form)
         yield send({**PLAIN, "i": "UNIQ_KEY\x01k\x02DELAY\x013\x02KEYS\x01ä\x02"}, form=form)
@@ -457,33 +463,37 @@ def pieces() -> Iterator[bytes]:
 
 @needs_compiled
 @given(
-    st.sampled_from(list(pieces())), st.integers(8, 600), st.binary(min_size=1, max_size=3), st.integers(0, 2)
+    st.sampled_from(list(undamaged_frames())),
+    st.integers(8, 600),
+    st.binary(min_size=1, max_size=3),
+    st.integers(0, 2),
 )
-def test_damaged_headers_give_the_same(whole: bytes, at: int, damage: bytes, left_out: int) -> None:
-    """The lengths of the frame stay valid, since the connection would end otherwise."""
+def test_damaged_headers_give_the_same(whole: bytes, at: int, damage: bytes, removed: int) -> None:
+    """The frame keeps valid lengths, because otherwise the whole connection would be refused."""
     at = min(at, len(whole) - 1)
     header_end = 8 + int.from_bytes(whole[5:8], "big")
-    header = (whole[:at] + damage + whole[at + left_out :])[8 : header_end + len(damage) - left_out]
+    header = (whole[:at] + damage + whole[at + removed :])[8 : header_end + len(damage) - removed]
     agree(send() + framed(header, form=whole[4]) + send())
 
 
 @needs_compiled
-@pytest.mark.parametrize("whole", list(pieces()))
+@pytest.mark.parametrize("whole", list(undamaged_frames()))
 def test_a_send_with_one_changed_byte_gives_the_same(whole: bytes) -> None:
-    chosen = random.Random(1)
+    random_bytes = random.Random(1)
     for at in range(len(whole)):
-        for other in {0, 1, 2, 0x20, 0x22, 0x30, 0x5C, 0x7F, 0x80, 0xFF, chosen.randrange(256)}:
-            agree(whole[:at] + bytes([other]) + whole[at + 1 :])
+        for value in {0, 1, 2, 0x20, 0x22, 0x30, 0x5C, 0x7F, 0x80, 0xFF, random_bytes.randrange(256)}:
+            agree(whole[:at] + bytes([value]) + whole[at + 1 :])
 
 
 # ---- stored messages -----------------------------------------------------------------------------------------
 
 
-def row_values(kind: pa.DataType) -> st.SearchStrategy[Any]:
-    if pa.types.is_integer(kind):
-        most = (1 << kind.bit_width - 1) - 1
-        return st.one_of(st.integers(-most - 1, most), st.sampled_from([0, 4, 8, 12, 48]))
-    return st.one_of(texts, st.just("")) if kind == pa.string() else st.binary(max_size=200)
+def row_values(data_type: pa.DataType) -> st.SearchStrategy[Any]:
+    """Return a strategy of the values of a column."""
+    if pa.types.is_integer(data_type):
+        highest = (1 << data_type.bit_width - 1) - 1
+        return st.one_of(st.integers(-highest - 1, highest), st.sampled_from([0, 4, 8, 12, 48]))
+    return st.one_of(texts, st.just("")) if data_type == pa.string() else st.binary(max_size=200)
 
 
 SPECIAL = {
@@ -516,11 +526,12 @@ stored_rows = st.fixed_dictionaries(
 V4, V6 = Host(bytes([127, 0, 0, 1]), 10911), Host(bytes(15) + b"\x01", 10911)
 
 
-def encoded(codec: Codec | None, rows: pa.RecordBatch, **hosts: Host) -> list[bytes] | str:
+def encode_or_error(codec: Codec | None, rows: pa.RecordBatch, **hosts: Host) -> list[bytes] | str:
+    """Encode the rows as stored messages, or return the type and the text of the error."""
     assert codec is not None
     try:
         return codec.encode_each(rows, **hosts)
-    except Exception as error:  # of any kind: it must be the same
+    except Exception as error:  # both codecs must raise the same one, whatever it is
         return f"{type(error).__name__}: {error}"
 
 
@@ -532,12 +543,12 @@ def encoded(codec: Codec | None, rows: pa.RecordBatch, **hosts: Host) -> list[by
     st.integers(0, 3),
 )
 def test_stored_messages_are_the_same(
-    rows: list[dict[str, Any]], store: Host, born: Host, cut_off: int
+    rows: list[dict[str, Any]], store: Host, born: Host, begin: int
 ) -> None:
-    """Also for a slice, whose columns begin within their buffers."""
-    batch = pa.RecordBatch.from_pylist(rows, READ_SCHEMA)[cut_off:]
-    result = encoded(COMPILED, batch, store_host=store, born_host=born)
-    assert result == encoded(PYTHON, batch, store_host=store, born_host=born)
+    """The rows are a slice, so that the columns begin within their buffers."""
+    batch = pa.RecordBatch.from_pylist(rows, READ_SCHEMA)[begin:]
+    result = encode_or_error(COMPILED, batch, store_host=store, born_host=born)
+    assert result == encode_or_error(PYTHON, batch, store_host=store, born_host=born)
     assert len(result) == batch.num_rows
 
 
@@ -549,27 +560,29 @@ def test_stored_messages_are_the_same(
         {"born_host": "1.2.3.4:99999999999"}, {"seq": None}, {"queue_id": None}, {"topic": None},
     ],
 )  # fmt: skip
-def test_a_row_that_fits_no_record_gives_the_same_error(wrong: dict[str, Any]) -> None:
-    right = {"seq": 1, "topic": "orders", "queue_id": 0}
-    batch = pa.RecordBatch.from_pylist([right] * 5 + [{**right, **wrong}], READ_SCHEMA)
-    result = encoded(COMPILED, batch, store_host=V4)
+def test_a_row_that_no_stored_message_can_hold_gives_the_same_error(wrong: dict[str, Any]) -> None:
+    valid = {"seq": 1, "topic": "orders", "queue_id": 0}
+    batch = pa.RecordBatch.from_pylist([valid] * 5 + [{**valid, **wrong}], READ_SCHEMA)
+    result = encode_or_error(COMPILED, batch, store_host=V4)
     assert isinstance(result, str)
-    assert result == encoded(PYTHON, batch, store_host=V4)
+    assert result == encode_or_error(PYTHON, batch, store_host=V4)
 
 
 @needs_compiled
-def test_other_columns_are_left_to_the_reference() -> None:
+def test_rows_with_a_dictionary_column_are_left_to_the_reference() -> None:
     batch = pa.RecordBatch.from_pylist([{"seq": 1, "topic": "orders", "queue_id": 0}] * 5, READ_SCHEMA)
     at = batch.schema.get_field_index("topic")
-    named = batch.set_column(at, "topic", batch.column(at).dictionary_encode())
-    assert encoded(COMPILED, named, store_host=V4) == encoded(PYTHON, batch, store_host=V4)
+    with_dictionary = batch.set_column(at, "topic", batch.column(at).dictionary_encode())
+    assert encode_or_error(COMPILED, with_dictionary, store_host=V4) == encode_or_error(
+        PYTHON, batch, store_host=V4
+    )
 
 
-# ---- the control ---------------------------------------------------------------------------------------------
+# ---- the negative control of the comparison ------------------------------------------------------------------
 
 
-def without_last(result: Any) -> Any:
-    return result.slice(0, result.num_rows - 1)
+def without_last(columns: Any) -> Any:
+    return columns.slice(0, columns.num_rows - 1)
 
 
 @needs_compiled
@@ -591,7 +604,7 @@ def test_a_difference_is_noticed(fault: Callable[[Codec], Codec]) -> None:
         agree(data, fault(COMPILED))
 
 
-# ---- which one -----------------------------------------------------------------------------------------------
+# ---- the choice of the codec ---------------------------------------------------------------------------------
 
 
 def test_the_compiled_codec_is_used_if_it_is_installed() -> None:

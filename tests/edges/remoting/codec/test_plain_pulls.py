@@ -1,4 +1,4 @@
-"""The compiled codec reads and answers plain pulls as the reference does. Refused pulls are not plain."""
+"""The compiled codec reads and answers plain pulls as the Python code (the reference) does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_compiled(frame: Frame) -> PlainPull | None:
     other = encode(Command(code=RequestCode.HEART_BEAT))
     data = struct.pack(">iI", 4 + len(frame.header) + len(frame.body), word) + frame.header + frame.body
     result = COMPILED.cut(other + data + other, FRAME_BYTES_MAX)[0]
-    assert len(result) == 3 and [type(each) for each in result[::2]] == [Frame, Frame]
+    assert len(result) == 3 and [type(piece) for piece in result[::2]] == [Frame, Frame]
     if type(result[1]) is not COMPILED.pull:
         return None
     assert result[1].frame() == frame
@@ -65,7 +65,7 @@ def pull(ext: dict[str, str] = PLAIN, form: int = JSON, **more: Any) -> Frame:
 
 
 def agree(frame: Frame, read: Read = read_compiled) -> bool:
-    """Assert that a plain pull has the fields that the reference reads. Return whether it is plain."""
+    """Return whether the frame is a plain pull. Assert that its fields and answers are those of the reference then."""
     result = read(frame)
     if result is None:
         return False
@@ -119,10 +119,10 @@ def test_an_unusual_pull_is_left_to_the_reference(other: dict[str, Any]) -> None
 
 
 @needs_compiled
-@pytest.mark.parametrize("twice", [b'"topic":"other"', b'"queueId":"4"'])
-def test_a_pull_with_a_repeated_field_is_not_plain(twice: bytes) -> None:
+@pytest.mark.parametrize("repeated", [b'"topic":"other"', b'"queueId":"4"'])
+def test_a_pull_with_a_repeated_field_is_not_plain(repeated: bytes) -> None:
     frame = pull()
-    header = frame.header.replace(b'"consumerGroup"', twice + b',"consumerGroup"', 1)
+    header = frame.header.replace(b'"consumerGroup"', repeated + b',"consumerGroup"', 1)
     assert header != frame.header and not agree(Frame(JSON, header, b""))
 
 
@@ -130,8 +130,8 @@ def test_a_pull_with_a_repeated_field_is_not_plain(twice: bytes) -> None:
 def test_a_pull_with_one_changed_byte_is_read_as_by_the_reference_or_left_to_it() -> None:
     header = pull().header
     for at in range(len(header)):
-        for other in b'\x00 "\\,:{}09-nN\x7f\x80\xff' + bytes([header[at] ^ 1]):
-            changed = header[:at] + bytes([other]) + header[at + 1 :]
+        for value in b'\x00 "\\,:{}09-nN\x7f\x80\xff' + bytes([header[at] ^ 1]):
+            changed = header[:at] + bytes([value]) + header[at + 1 :]
             agree(Frame(JSON, changed, b""))
         agree(Frame(JSON, header[:at], b""))
 
@@ -157,10 +157,9 @@ def test_any_fields_are_read_as_by_the_reference(
     agree(pull(ext, code=code, flag=flag, opaque=opaque))
 
 
-def test_python_leaves_all_pulls_to_the_reference() -> None:
-    assert PYTHON.cut(encode(Command(code=PULLS[0], ext=PLAIN)), FRAME_BYTES_MAX)[0] == [
-        pull(opaque=0, version=0)
-    ]
+def test_the_python_codec_returns_pulls_as_frames() -> None:
+    data = encode(Command(code=PULLS[0], ext=PLAIN))
+    assert PYTHON.cut(data, FRAME_BYTES_MAX)[0] == [pull(opaque=0, version=0)]
 
 
 @needs_compiled

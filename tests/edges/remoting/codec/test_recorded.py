@@ -1,5 +1,6 @@
-"""The recorded frames of the stock clients (tests/golden/remoting/, by tests/interop/record.py): each is decoded,
-however the stream is split, and encoding gives the same command again.
+"""The frames of stock clients, which tests/interop/record.py recorded in tests/golden/remoting/.
+
+Each frame is decoded, however the stream is split, and encoding the command gives the same command again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ JAVA = {
     RequestCode.END_TRANSACTION,
     RequestCode.CHECK_CLIENT_CONFIG,
 }
-SPOKEN = {
+# File: requests that only some clients send. PRODUCES and CONSUMES are in each file, too.
+CODES = {
     "cpp-0.4.4.bin": {RequestCode.SEND_MESSAGE, RequestCode.LOCK_BATCH_MQ},
     "ali-ons-3.12.0.bin": {RequestCode.SEND_MESSAGE_V2},
     "java-4.9.8.bin": JAVA,
@@ -73,15 +75,15 @@ def test_a_recorded_stream_split_anywhere_gives_the_same_frames(name: str) -> No
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_frames_are_those_of_clients(name: str) -> None:
-    """Without this, the tests above would pass with an empty file."""
+def test_each_file_contains_the_requests_of_its_client(name: str) -> None:
+    """With an empty file the tests above would pass."""
     codes = {decode(frame).code for frame in frames(name)}
-    assert codes >= SPOKEN[name] | PRODUCES | CONSUMES
-    assert codes <= set(RequestCode), "a request that we have no name for"
+    assert codes >= CODES[name] | PRODUCES | CONSUMES
+    assert codes <= set(RequestCode), "a code without a name"
 
 
 def test_every_client_was_recorded_and_files_are_small() -> None:
-    assert set(RECORDED) == set(SPOKEN)
+    assert set(RECORDED) == set(CODES)
     assert all((GOLDEN / name).stat().st_size < 100_000 for name in RECORDED)
 
 

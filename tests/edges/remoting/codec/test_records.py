@@ -1,4 +1,4 @@
-"""Message records: a client decodes the stored values, and batches are decoded or refused."""
+"""Stored messages as clients decode them, the records of batches, hosts and ids."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ properties = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 records = st.lists(st.builds(BatchRecord, st.integers(-5, 5), bodies, properties), max_size=6)
 
 
-def decoded(data: bytes) -> list[dict[str, Any]]:
-    """Decode stored messages field by field, as a client does."""
+def decode_messages(data: bytes) -> list[dict[str, Any]]:
+    """Decode stored messages field by field, as a client does. Assert that lengths and checksums are right."""
     result: list[dict[str, Any]] = []
     at = 0
 
@@ -76,6 +76,7 @@ def decoded(data: bytes) -> list[dict[str, Any]]:
 
 
 def rows(**columns: list[Any]) -> pa.RecordBatch:
+    """Return rows with these columns. All other columns are null."""
     count = len(next(iter(columns.values())))
     arrays = [pa.array(columns.get(field.name, [None] * count), field.type) for field in READ_SCHEMA]
     return pa.RecordBatch.from_arrays(arrays, schema=READ_SCHEMA)
@@ -87,7 +88,7 @@ def test_a_stored_message_contains_all_fields_of_its_row() -> None:
         properties=["KEYS\x0117\x02TAGS\x01A\x02"], born_ms=[1_000], born_host=["10.1.2.3:4567"],
         store_ms=[2_000], flag=[5], sys_flag=[MessageFlag.COMPRESSED], reconsume_times=[2], source_seq=[4],
     )  # fmt: skip
-    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    [message] = decode_messages(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert message == {
         "magic": MAGIC_V1, "queue_id": 3, "flag": 5, "queue_offset": 9, "seq": 17, "sys_flag": 1, "born_ms": 1_000,
         "born": (bytes([10, 1, 2, 3]), 4567), "store_ms": 2_000, "store": (V4.address, V4.port),
@@ -97,70 +98,76 @@ def test_a_stored_message_contains_all_fields_of_its_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "encoded"),
     [
         ("", REGION), ("TAGS\x01A", f"TAGS\x01A\x02{REGION}"), ("TAGS\x01A\x02", f"TAGS\x01A\x02{REGION}"),
-        ("MSG_REGION\x01eu\x02", f"MSG_REGION\x01eu\x02{REGION}"),  # the last one counts
+        ("MSG_REGION\x01eu\x02", f"MSG_REGION\x01eu\x02{REGION}"),  # clients use the last one
         ("p" * 32_741, "p" * 32_741 + "\x02" + REGION), ("p" * 32_742, "p" * 32_742),
         ("p" * 32_741 + "\x02", "p" * 32_741 + "\x02" + REGION), ("p" * 32_742 + "\x02", "p" * 32_742 + "\x02"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_the_region_is_added_to_the_properties_if_it_fits(codec: Codec, sent: str, told: str) -> None:
+def test_the_region_is_added_to_the_properties_if_it_fits(codec: Codec, sent: str, encoded: str) -> None:
     """Java's client ignores properties whose length is above 32,767."""
     batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, properties=[sent] * 4)
-    result = decoded(b"".join(codec.encode_each(batch, store_host=V4, born_host=NOBODY)))
-    assert [message["properties"] for message in result] == [told] * 4
+    result = decode_messages(b"".join(codec.encode_each(batch, store_host=V4, born_host=NOBODY)))
+    assert [message["properties"] for message in result] == [encoded] * 4
 
 
 @pytest.mark.parametrize(
-    ("sent", "has_waited"),
+    ("sent", "adds_properties"),
     [
         ("TIMER_DELAY_SEC\x015\x02TAGS\x01A\x02", True),
         ("TAGS\x01A\x02TIMER_DELIVER_MS\x019000", True),
-        ("TAGS\x01A\x02", False),  # sent by another protocol
-        ("DELAY\x011\x02REAL_TOPIC\x01orders\x02REAL_QID\x010\x02TIMER_DELAY_MS\x015\x02", False),  # has them
-        ("TIMER_OUT_MS\x017\x02TIMER_DELAY_MS\x015\x02", False),  # sent on by one that got it from a timer
+        ("TAGS\x01A\x02", False),  # the message was sent through another protocol
+        (
+            "DELAY\x011\x02REAL_TOPIC\x01orders\x02REAL_QID\x010\x02TIMER_DELAY_MS\x015\x02",
+            False,
+        ),  # it has them
+        (
+            "TIMER_OUT_MS\x017\x02TIMER_DELAY_MS\x015\x02",
+            False,
+        ),  # a consumer has sent a released message again
     ],
 )
-def test_a_released_message_with_a_timer_has_the_timer_properties(sent: str, has_waited: bool) -> None:
+def test_a_released_message_with_a_timer_has_the_timer_properties(sent: str, adds_properties: bool) -> None:
     released = rows(
         seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[9_002], due_ms=[9_000],
         accepted_ms=[4_000],
     )  # fmt: skip
-    [message] = decoded(encode_stored(released, store_host=V4, born_host=NOBODY))
+    [message] = decode_messages(encode_stored(released, store_host=V4, born_host=NOBODY))
     added = (
         "TIMER_OUT_MS\x019000\x02REAL_TOPIC\x01orders\x02REAL_QID\x013\x02TIMER_ENQUEUE_MS\x014000\x02"
         "TIMER_DEQUEUE_MS\x019002\x02"
     )
     end = "" if sent.endswith("\x02") else "\x02"
-    assert message["properties"] == (sent + end + added if has_waited else sent + end) + REGION
+    assert message["properties"] == sent + end + (added if adds_properties else "") + REGION
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-@pytest.mark.parametrize("column", [None, "t"])
-def test_timer_properties_that_do_not_fit_are_left_out(codec: Codec, column: str | None) -> None:
+@pytest.mark.parametrize("tag", [None, "t"])
+def test_timer_properties_that_do_not_fit_are_not_added(codec: Codec, tag: str | None) -> None:
     sizes = [32_600, 32_675, 32_676, 32_740, 32_767]
     sent = [("TIMER_DELAY_SEC\x015\x02" + "p" * size)[:size] for size in sizes]
     released = rows(
-        seq=[1] * 5, topic=["orders"] * 5, queue_id=[3] * 5, properties=sent, tag=[column] * 5,
+        seq=[1] * 5, topic=["orders"] * 5, queue_id=[3] * 5, properties=sent, tag=[tag] * 5,
         store_ms=[9_002] * 5, due_ms=[9_000] * 5, accepted_ms=[4_000] * 5,
     )  # fmt: skip
     result = codec.encode_each(released, store_host=V4, born_host=NOBODY)
     assert result == PYTHON.encode_each(released, store_host=V4, born_host=NOBODY)
-    told = [message["properties"] for message in decoded(b"".join(result))]
-    if column is None:
-        assert ["TIMER_OUT_MS" in text for text in told] == [True, True, False, False, False]
-        assert [REGION in text for text in told] == [True, False, True, True, False]
-        assert max(map(len, told)) <= 32_767
+    texts = [message["properties"] for message in decode_messages(b"".join(result))]
+    if tag is None:
+        assert ["TIMER_OUT_MS" in text for text in texts] == [True, True, False, False, False]
+        assert [REGION in text for text in texts] == [True, False, True, True, False]
+        assert max(map(len, texts)) <= 32_767
 
 
 def test_a_pending_message_with_a_timer_has_no_timer_properties() -> None:
     sent = "TIMER_DELAY_SEC\x015\x02"
-    waiting = rows(
+    pending = rows(
         seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[4_000], due_ms=[9_000]
     )
-    [message] = decoded(encode_stored(waiting, store_host=V4, born_host=NOBODY))
+    [message] = decode_messages(encode_stored(pending, store_host=V4, born_host=NOBODY))
     assert message["properties"] == sent + REGION
 
 
@@ -172,13 +179,13 @@ def test_only_a_committed_message_has_a_prepared_offset() -> None:
         0,
     ]
     batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, sys_flag=flags, source_seq=[7] * 4)
-    result = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    result = decode_messages(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert [message["prepared_seq"] for message in result] == [7, 0, 0, 0]
 
 
 def test_missing_values_of_a_row_are_zero_or_empty() -> None:
     batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["broker.example"])
-    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    [message] = decode_messages(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert message["born"] == (bytes(4), 0)
     assert (message["body"], message["properties"], message["store_ms"], message["flag"]) == (
         b"",
@@ -191,18 +198,18 @@ def test_missing_values_of_a_row_are_zero_or_empty() -> None:
 @pytest.mark.parametrize(("length", "magic"), [(127, MAGIC_V1), (128, MAGIC_V2), (300, MAGIC_V2)])
 def test_a_long_topic_makes_a_record_of_version_2(length: int, magic: int) -> None:
     batch = rows(seq=[1], topic=["t" * length], queue_id=[0])
-    [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    [message] = decode_messages(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert (message["magic"], message["topic"]) == (magic, "t" * length)
 
 
 def test_the_sys_flag_states_whether_hosts_are_ipv6() -> None:
     batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["[::1]:7"], sys_flag=[0])
-    [message] = decoded(encode_stored(batch, store_host=V6, born_host=NOBODY))
+    [message] = decode_messages(encode_stored(batch, store_host=V6, born_host=NOBODY))
     assert message["sys_flag"] == MessageFlag.BORN_HOST_V6 | MessageFlag.STORE_HOST_V6
     assert message["born"] == (V6.address, 7)
-    # A producer's own claim about a host it cannot know does not count.
-    lying = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["1.2.3.4:7"], sys_flag=[16 | 32 | 1])
-    [message] = decoded(encode_stored(lying, store_host=V4, born_host=NOBODY))
+    # The bits that a producer sends are ignored.
+    with_bits = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["1.2.3.4:7"], sys_flag=[16 | 32 | 1])
+    [message] = decode_messages(encode_stored(with_bits, store_host=V4, born_host=NOBODY))
     assert message["sys_flag"] == MessageFlag.COMPRESSED
 
 
@@ -212,10 +219,9 @@ def test_several_stored_messages_are_encoded_in_sequence(messages: list[tuple[by
         seq=list(range(len(messages))), topic=["a"] * len(messages), queue_id=[0] * len(messages),
         body=[body for body, _ in messages], properties=[text for _, text in messages],
     )  # fmt: skip
-    result = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
-    # What a reader makes of it is the text that was sent, and the region behind it.
-    wanted = [(body, text + "\x02" * (text[-1:] not in ("", "\x02")) + REGION) for body, text in messages]
-    assert [(m["body"], m["properties"]) for m in result] == wanted
+    result = decode_messages(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    expected = [(body, text + "\x02" * (text[-1:] not in ("", "\x02")) + REGION) for body, text in messages]
+    assert [(m["body"], m["properties"]) for m in result] == expected
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------
@@ -237,14 +243,14 @@ def test_a_damaged_batch_is_decoded_or_refused(batch: list[BatchRecord], at: int
 
 
 @given(records.filter(bool), st.integers(1, 400))
-def test_a_batch_cut_short_is_refused(batch: list[BatchRecord], cut: int) -> None:
+def test_a_batch_that_ends_within_a_record_is_refused(batch: list[BatchRecord], cut: int) -> None:
     data = encode_batch(batch)
-    whole = [0]
+    record_ends = [0]
     for record in batch:
-        whole.append(whole[-1] + len(encode_batch([record])))
+        record_ends.append(record_ends[-1] + len(encode_batch([record])))
     end = cut % len(data)
-    if end in whole:
-        assert decode_batch(data[:end]) == batch[: whole.index(end)]
+    if end in record_ends:
+        assert decode_batch(data[:end]) == batch[: record_ends.index(end)]
     else:
         with pytest.raises(InvalidMessage):
             decode_batch(data[:end])
@@ -277,7 +283,7 @@ def test_hosts_are_parsed_from_text(text: str, host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", [V4, V6])
-def test_an_offset_msg_id_names_host_and_number(host: Host) -> None:
+def test_an_offset_msg_id_has_the_host_and_the_sequence_number(host: Host) -> None:
     text = offset_msg_id(host, 1_234_567)
     assert len(text) in (32, 56) and text == text.upper()
     assert parse_offset_msg_id(text) == (host, 1_234_567)
@@ -290,7 +296,8 @@ def test_an_invalid_offset_msg_id_is_refused(text: str) -> None:
         parse_offset_msg_id(text)
 
 
-def encoded(bodies: list[bytes], topic: str = "orders", host: Host = V4) -> bytes:
+def encode_bodies(bodies: list[bytes], topic: str = "orders", host: Host = V4) -> bytes:
+    """Encode stored messages with these bodies. Their sequence numbers begin at 7."""
     rows = build_rows(
         len(bodies), kind=int(Kind.MESSAGE), topic=topic, queue_id=3, queue_offset=list(range(len(bodies))),
         body=bodies, properties=encode_properties({"a": "b"}), born_ms=1, born_host="1.2.3.4:5", store_ms=2, flag=4,
@@ -305,8 +312,10 @@ def encoded(bodies: list[bytes], topic: str = "orders", host: Host = V4) -> byte
 @pytest.mark.parametrize("host", [V4, V6])
 @pytest.mark.parametrize("topic", ["orders", "x" * 127, "x" * 200])
 @given(bodies=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
-def test_back_again(host: Host, topic: str, bodies: list[bytes]) -> None:
-    result = decode_stored(encoded(bodies, topic, host))
+def test_the_decoder_of_the_benchmarks_returns_what_was_encoded(
+    host: Host, topic: str, bodies: list[bytes]
+) -> None:
+    result = decode_stored(encode_bodies(bodies, topic, host))
     assert [m.body for m in result] == bodies
     assert [m.seq for m in result] == list(range(7, 7 + len(bodies)))
     first = result[0]
@@ -320,8 +329,8 @@ def test_back_again(host: Host, topic: str, bodies: list[bytes]) -> None:
 
 
 @given(at=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 200))
-def test_damage_is_refused_or_elsewhere(at: int, value: int, cut: int) -> None:
-    whole = encoded([b"body"])
+def test_the_decoder_of_the_benchmarks_never_returns_a_damaged_body(at: int, value: int, cut: int) -> None:
+    whole = encode_bodies([b"body"])
     for data in (whole[:cut], whole[:at] + bytes([value]) + whole[at + 1 :]):
         try:
             messages = decode_stored(data)
@@ -330,13 +339,13 @@ def test_damage_is_refused_or_elsewhere(at: int, value: int, cut: int) -> None:
         assert all(message.body == b"body" for message in messages)
 
 
-def test_ids_are_rocketmqs_32_digits_and_differ() -> None:
-    keys = UniqueKeys(bytes([127, 0, 0, 1]), 4242, 99)
-    made = [keys.next(1_761_000_000_000) for _ in range(10_000)]
-    assert len(set(made)) == len(made)
-    assert all(len(key) == 32 and key == key.upper() and int(key, 16) for key in made)
-    assert made[0].startswith("7F000001" + f"{4242:04X}")
+def test_unique_keys_have_32_digits_and_differ() -> None:
+    unique_keys = UniqueKeys(bytes([127, 0, 0, 1]), 4242, 99)
+    keys = [unique_keys.next(1_761_000_000_000) for _ in range(10_000)]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == 32 and key == key.upper() and int(key, 16) for key in keys)
+    assert keys[0].startswith("7F000001" + f"{4242:04X}")
 
 
-def test_unique_keys_of_two_runs_differ() -> None:
+def test_unique_keys_with_different_run_numbers_differ() -> None:
     assert UniqueKeys(b"", 1, 1).next(5) != UniqueKeys(b"", 1, 2).next(5)

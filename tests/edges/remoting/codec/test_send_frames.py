@@ -1,4 +1,4 @@
-"""Runs encoded as rows of the log in C: the same bytes, positions and index entries as row by row."""
+"""Runs that the compiled codec encodes as rows of the log give the same bytes and index entries as row by row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ Written = tuple[Any, ...]
 
 
 def topics() -> dict[str, Topic]:
-    """Return three topics that already have rows: with tags, with several tags each, with partly hidden queues."""
+    """Return three topics that already have a row each.
+
+    `orders` has 4 queues with one tag per message, `many` has 3 queues with several tags per message, and `narrow` has
+    5 queues of which 2 can be written.
+    """
     indexes, result = QueueIndexes(CrashFiles()), {}
     for name, facts in (
         ("orders", TopicFacts(4)),
@@ -51,34 +55,36 @@ def topics() -> dict[str, Topic]:
     return result
 
 
-def outcome(of: Callable[[dict[str, Topic]], SmallBatch | None]) -> Written | None:
-    """Return everything that is written for the rows, and the state of the topics afterwards."""
-    known, rates = topics(), Rates()
-    sends = of(known)
-    if sends is None:
+def write_rows(encode: Callable[[dict[str, Topic]], SmallBatch | None]) -> Written | None:
+    """Encode rows for fresh topics, and index them. Return all that is written, and the state of the topics then."""
+    known_topics, rates = topics(), Rates()
+    small_batch = encode(known_topics)
+    if small_batch is None:
         return None
-    rows, places, waiting, waiting_bytes = sends
-    made = [bytes(rows.message), rows.batch.to_pylist(), rows.queue_ids, rows.queue_offsets]
-    counts: list[object] = [rows.num_rows, waiting, waiting_bytes]
+    rows, places, pending_count, pending_bytes = small_batch
+    encoded = [bytes(rows.message), rows.batch.to_pylist(), rows.queue_ids, rows.queue_offsets]
+    counts: list[object] = [rows.num_rows, pending_count, pending_bytes]
     if places is not None:
         places.index(FIRST_SEQ)
         places.reserve_offsets()
         counts += sorted(places.count(rates))
     counts += [
-        rates.total(stat, name) for stat in (Stat.TOPIC_PUT_NUMS, Stat.TOPIC_PUT_SIZE) for name in known
+        rates.total(stat, name)
+        for stat in (Stat.TOPIC_PUT_NUMS, Stat.TOPIC_PUT_SIZE)
+        for name in known_topics
     ]
     queues = [
         (topic.turn, queue.next_offset, queue.index.read(0, 1_000).tolist())
-        for topic in known.values()
+        for topic in known_topics.values()
         for queue in topic.queues
     ]
-    return (*made, counts, queues)
+    return (*encoded, counts, queues)
 
 
 def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
-    """Return the runs in these bytes. Each item is from one connection."""
+    """Return the runs in the bytes of several connections. All frames must be plain sends."""
     assert codec is not None
-    runs = [each for data in parts for each in codec.cut(data, FRAME_BYTES_MAX)[0]]
+    runs = [run for data in parts for run in codec.cut(data, FRAME_BYTES_MAX)[0]]
     assert not any(isinstance(run, Frame) for run in runs)
     for number, run in enumerate(runs):
         run.plan(b"10.0.0.%d:51234" % number, NOW_MS, limits.DELAY_MS_MAX, frozenset())
@@ -86,11 +92,11 @@ def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
 
 
 def encode_by_rows(runs: Runs) -> Written | None:
-    return outcome(lambda known: admission.log_rows(list(runs), known, NOW_MS, "host:1", build_by_pyarrow))
+    return write_rows(lambda known: admission.log_rows(list(runs), known, NOW_MS, "host:1", build_by_pyarrow))
 
 
 def encode_in_c(runs: Runs, last_ms: int = LAST_MS) -> Written | None:
-    return outcome(lambda known: runs.log_rows(known, NOW_MS, last_ms, "host:1"))
+    return write_rows(lambda known: runs.log_rows(known, NOW_MS, last_ms, "host:1"))
 
 
 TEXTS = st.sampled_from(["", "a", "b", "a||b", "ключ", "order-17 änne"])
@@ -123,7 +129,7 @@ def requests(draw: st.DrawFn) -> bytes:
     if draw(st.integers(0, 3)) == 0:
         texts = draw(st.lists(PROPERTIES, min_size=1, max_size=4))
         for text in texts:
-            text.pop("TIMER_DELAY_MS", None)  # with a delay a batch is not plain, nor is one for any queue
+            text.pop("TIMER_DELAY_MS", None)  # a batch is plain only without a delay and with a queue
         records = [record(encode_properties(text), body) for text in texts]
         return batch(records, {**PLAIN, **fields, "e": "1"}, form)
     return send({**PLAIN, **fields, "i": encode_properties(draw(PROPERTIES))}, body, form)
@@ -133,19 +139,19 @@ def requests(draw: st.DrawFn) -> bytes:
 @given(st.lists(st.lists(requests(), min_size=1, max_size=5).map(b"".join), min_size=1, max_size=4))
 def test_runs_are_encoded_as_their_rows_are(parts: list[bytes]) -> None:
     runs = runs_of(parts)
-    made = encode_in_c(runs)
-    assert made is not None and made == encode_by_rows(runs)
+    written = encode_in_c(runs)
+    assert written is not None and written == encode_by_rows(runs)
 
 
 @needs_compiled
-def test_many_rows_of_many_queues_are_encoded_as_few_are() -> None:
-    ring = [
+def test_runs_with_thousands_of_rows_are_encoded_as_their_rows_are() -> None:
+    requests = [
         send({**PLAIN, "e": str(n % 9 - 1), "b": "narrow" if n % 7 == 0 else "orders"}, bytes(n % 50))
         for n in range(2_500)
     ]
-    runs = runs_of([b"".join(ring[:1_100]), b"".join(ring[1_100:])])
-    made = encode_in_c(runs)
-    assert len(runs) == 2_500 and made is not None and made == encode_by_rows(runs)
+    runs = runs_of([b"".join(requests[:1_100]), b"".join(requests[1_100:])])
+    written = encode_in_c(runs)
+    assert len(runs) == 2_500 and written is not None and written == encode_by_rows(runs)
 
 
 @needs_compiled
@@ -156,29 +162,30 @@ def test_many_rows_of_many_queues_are_encoded_as_few_are() -> None:
         {"i": encode_properties({"UNIQ_KEY": "AB", "TIMER_DELIVER_MS": str(NOW_MS + 9)})},
         {"b": "%DLQ%group"},
     ],
-    ids=["a delay level", "due beyond the last instant", "a dead letter"],
+    ids=["a delay level", "due later than last_ms", "a dead letter"],
 )
 def test_an_unusual_send_leaves_the_whole_batch_to_the_reference(other: dict[str, str]) -> None:
     runs = runs_of([send() + send({**PLAIN, **other}) + send()])
-    known = topics()
-    known["%DLQ%group"] = known["orders"]
-    before = [queue.next_offset for topic in known.values() for queue in topic.queues]
-    assert runs.log_rows(known, NOW_MS, NOW_MS + 8, "host:1") is None
-    assert before == [queue.next_offset for topic in known.values() for queue in topic.queues]
+    known_topics = topics()
+    known_topics["%DLQ%group"] = known_topics["orders"]
+    before = [queue.next_offset for topic in known_topics.values() for queue in topic.queues]
+    assert runs.log_rows(known_topics, NOW_MS, NOW_MS + 8, "host:1") is None
+    assert before == [queue.next_offset for topic in known_topics.values() for queue in topic.queues]
     assert runs.batch() == list(runs) and len(runs) == 3
 
 
 @needs_compiled
 def test_a_row_that_is_written_otherwise_is_noticed() -> None:
-    """Negative control of the comparison: a codec that swaps two queues."""
+    """The negative control of the comparison: this codec swaps the rows of two queues."""
     assert COMPILED is not None
     data = [send({**PLAIN, "e": "0"}) + send({**PLAIN, "e": "1"}, code=RequestCode.SEND_MESSAGE_V2)]
 
-    def swapped(*arguments: Any) -> Any:
+    def swap_queues(*arguments: Any) -> Any:
         message, queue_ids, offsets, queues, *more = COMPILED.log_rows(*arguments)
-        (topic, first, *one), (_, second, *other) = queues
-        return message, queue_ids, offsets, [(topic, first, *other), (topic, second, *one)], *more
+        (topic, first, *rows_of_first), (_, second, *rows_of_second) = queues
+        swapped = [(topic, first, *rows_of_second), (topic, second, *rows_of_first)]
+        return message, queue_ids, offsets, swapped, *more
 
-    right, wrong = (runs_of(data, codec) for codec in (COMPILED, replace(COMPILED, log_rows=swapped)))
+    right, wrong = (runs_of(data, codec) for codec in (COMPILED, replace(COMPILED, log_rows=swap_queues)))
     assert encode_in_c(right) == encode_by_rows(right)
     assert encode_in_c(wrong) != encode_by_rows(wrong)

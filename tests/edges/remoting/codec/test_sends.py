@@ -1,4 +1,4 @@
-"""Sends: both serialisations and the cache give the same header fields, and answers can be decoded."""
+"""Headers of sends in both serialisations, with and without the cache of the binary decoder, and answers to sends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def empty_caches() -> None:
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize("code", [RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_BATCH_MESSAGE])
 def test_a_send_with_short_names_is_read(serialisation: int, code: int) -> None:
-    for _ in range(2):  # the second from the cache
+    for _ in range(2):  # the second time, the cache is used
         result = read_send(frame(SHORT, code, serialisation))
         assert result is not None
         assert (result.code, result.opaque, result.fields) == (code, 5, EXPECTED)
@@ -97,7 +97,7 @@ def test_other_requests_are_not_read_as_sends(serialisation: int) -> None:
         {"h": "2147483648"}, {"h": "-2147483649"}, {"j": "2147483648"}, {"f": "2147483648"},
     ],
 )  # fmt: skip
-def test_a_bad_number_is_a_bad_header(serialisation: int, wrong: dict[str, str]) -> None:
+def test_an_invalid_number_is_a_bad_header(serialisation: int, wrong: dict[str, str]) -> None:
     with pytest.raises(BadHeader) as caught:
         read_send(frame({**SHORT, **wrong}, serialisation=serialisation))
     assert (caught.value.request.opaque, caught.value.request.serialisation) == (5, serialisation)
@@ -118,9 +118,9 @@ text = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size
 def test_binary_and_json_headers_give_the_same_fields(
     a: str, b: str, e: int, i: str, more: dict[str, str], last: str
 ) -> None:
-    """Also if a value contains the bytes that the cached decoder searches for."""
-    mark = "\x00\x01g\x00\x00\x00\x0d1761000000000"
-    for group in (a, a + mark, mark):
+    """The group may contain the bytes by which the cached decoder finds the field `g`."""
+    field_g = "\x00\x01g\x00\x00\x00\x0d1761000000000"
+    for group in (a, a + field_g, field_g):
         ext = {
             **SHORT,
             "a": group,
@@ -141,7 +141,7 @@ def _fields(ext: dict[str, str], serialisation: int) -> SendFields:
 @given(data=st.binary(max_size=200), at=st.integers(0, 300), cut=st.integers(0, 300))
 def test_damaged_binary_headers_are_refused_or_read(data: bytes, at: int, cut: int) -> None:
     whole = frame(SHORT, serialisation=BINARY).header
-    read_send(Frame(BINARY, whole, b""))  # the caches are warm
+    read_send(Frame(BINARY, whole, b""))  # fills the caches
     for header in (whole[:cut], whole[:at] + data + whole[at + len(data) :], whole[:at] + data):
         try:
             result = read_send(Frame(BINARY, header, b""))
@@ -153,9 +153,9 @@ def test_damaged_binary_headers_are_refused_or_read(data: bytes, at: int, cut: i
 def test_a_false_length_is_not_accepted_by_the_cached_decoder() -> None:
     whole = frame(SHORT, serialisation=BINARY).header
     read_send(Frame(BINARY, whole, b""))
-    lie = whole[:17] + struct.pack(">i", len(whole)) + whole[21:]
+    false_length = whole[:17] + struct.pack(">i", len(whole)) + whole[21:]
     with pytest.raises(BadFrame):
-        read_send(Frame(BINARY, lie, b""))
+        read_send(Frame(BINARY, false_length, b""))
 
 
 def test_the_cache_has_a_maximum_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +166,13 @@ def test_the_cache_has_a_maximum_number_of_entries(monkeypatch: pytest.MonkeyPat
 
 
 def test_large_parts_are_not_cached() -> None:
-    """A header may have 64 KiB: thousands of them in the cache would take hundreds of megabytes."""
-    most = sends.CACHED_BYTES_MAX
+    """A header may have 64 KiB. Thousands of them in the cache would take hundreds of megabytes."""
+    bytes_max = sends.CACHED_BYTES_MAX
     for group in range(20):
-        assert read_send(frame({**SHORT, "a": f"{group:0{most}}"}, serialisation=BINARY)) is not None
-    for kept in (sends._first_parts, sends._last_parts):
-        assert max(map(len, kept), default=0) <= most
-    assert most * sends.CACHED_MAX <= 4 * 1024 * 1024
+        assert read_send(frame({**SHORT, "a": f"{group:0{bytes_max}}"}, serialisation=BINARY)) is not None
+    for cache in (sends._first_parts, sends._last_parts):
+        assert max(map(len, cache), default=0) <= bytes_max
+    assert bytes_max * sends.CACHED_MAX <= 4 * 1024 * 1024
 
 
 # ---- answers -------------------------------------------------------------------------------------------------------
