@@ -18,8 +18,8 @@ from timeball.edges.remoting.connection import EXPIRY_MS
 from timeball.edges.remoting.handlers.heartbeats import BODY_BYTES_MAX, HeartBeats, Locks
 from timeball.edges.shared.sessions import Subscription
 
-BEAT, BYE = RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT
-IDS, CHANGED = RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
+BEAT, UNREGISTER = RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT
+LIST_MEMBERS, CHANGED = RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
 
 JAVA_SUBSCRIPTION = {
     "classFilterMode": False, "codeSet": [2_598_919], "expressionType": "TAG", "subString": "A || B",
@@ -28,6 +28,7 @@ JAVA_SUBSCRIPTION = {
 
 
 def java_heartbeat(client_id: str = "127.0.0.1@1#2", group: str = "g", **consumer: Any) -> dict[str, Any]:
+    """Build a heartbeat of the Java client. `consumer` adds or replaces fields of its one consumer."""
     return {
         "clientID": client_id,
         "consumerDataSet": [
@@ -48,7 +49,7 @@ def java_heartbeat(client_id: str = "127.0.0.1@1#2", group: str = "g", **consume
 
 
 def cpp_heartbeat(**consumer: Any) -> dict[str, Any]:
-    """Build a heartbeat of the C++ client, which sends numbers for names and text for numbers."""
+    """Build a heartbeat of the C++ client, which sends numbers instead of enum names, and some numbers as text."""
     return {
         "clientID": "cpp@1",
         "producerDataSet": [{"groupName": "p"}],
@@ -66,7 +67,7 @@ def cpp_heartbeat(**consumer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("word", ["²", "9" * 5_000, "X" * 5_000])
-def test_a_word_that_looks_like_a_number_is_a_word(node: RunningNode, wire: Wire, word: str) -> None:
+def test_a_message_model_that_is_no_number_is_kept_as_text(node: RunningNode, wire: Wire, word: str) -> None:
     wire.ask_ok(BEAT, cpp_heartbeat(messageModel=word))
     remoting = node.node.edges.remoting
     assert remoting is not None
@@ -74,7 +75,7 @@ def test_a_word_that_looks_like_a_number_is_a_word(node: RunningNode, wire: Wire
     assert group is not None and group.membership.message_model == word[:64]
 
 
-def test_the_answer_tells_a_version_that_clients_trust(wire: Wire) -> None:
+def test_the_answer_to_a_heartbeat_has_the_version_of_a_broker_with_sql_filters(wire: Wire) -> None:
     answer = wire.ask_ok(BEAT, java_heartbeat())
     assert answer.version == BROKER_VERSION >= 232
     assert answer.ext == {}
@@ -82,7 +83,7 @@ def test_the_answer_tells_a_version_that_clients_trust(wire: Wire) -> None:
 
 def test_the_heartbeat_of_a_java_consumer_makes_it_a_member(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(BEAT, java_heartbeat())
-    assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["127.0.0.1@1#2"]}
+    assert json_body(wire.ask_ok(LIST_MEMBERS, consumerGroup="g")) == {"consumerIdList": ["127.0.0.1@1#2"]}
     clients = node.node.edges.remoting.context.sessions
     assert clients.subscription("g", "orders") == Subscription("orders", "A || B", "TAG", 1_700_000_000_000)
     assert clients.group("g").membership.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
@@ -92,14 +93,14 @@ def test_the_heartbeat_of_a_java_consumer_makes_it_a_member(node: RunningNode, w
 def test_the_heartbeat_of_a_cpp_consumer_gives_the_same_membership(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(BEAT, cpp_heartbeat())
     clients = node.node.edges.remoting.context.sessions
-    how = clients.group("g").membership
-    assert (how.consume_type, how.message_model) == ("CONSUME_PASSIVELY", "CLUSTERING")
-    assert how.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
+    membership = clients.group("g").membership
+    assert (membership.consume_type, membership.message_model) == ("CONSUME_PASSIVELY", "CLUSTERING")
+    assert membership.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
     assert clients.subscription("g", "orders") == Subscription("orders", "*", "TAG", 1_700_000_000_000)
 
 
 @pytest.mark.parametrize("model", ["Clustering", "CLUSTERING", 1, "1"])
-def test_words_and_numbers_name_one_model(node: RunningNode, wire: Wire, model: object) -> None:
+def test_a_message_model_may_be_a_name_or_a_number(node: RunningNode, wire: Wire, model: object) -> None:
     wire.ask_ok(BEAT, java_heartbeat(messageModel=model))
     assert node.node.edges.remoting.context.sessions.group("g").membership.message_model == "CLUSTERING"
 
@@ -118,7 +119,7 @@ def test_the_first_heartbeat_creates_the_group_and_its_retry_topic(node: Running
 
 
 def test_an_unknown_group_has_no_members(wire: Wire) -> None:
-    answer = wire.ask(IDS, consumerGroup="g")
+    answer = wire.ask(LIST_MEMBERS, consumerGroup="g")
     assert (answer.code, answer.remark) == (ResponseCode.SYSTEM_ERROR, "no consumer for this group, g")
 
 
@@ -127,15 +128,17 @@ def test_members_are_notified_when_others_join_or_leave(node: RunningNode, wire:
     assert wire.next_pushed().ext == {"consumerGroup": "g"}
     with Wire.to(node) as second:
         second.ask_ok(BEAT, java_heartbeat("second"))
-        heard = wire.next_pushed()
-        assert (heard.code, heard.is_one_way, heard.ext) == (CHANGED, True, {"consumerGroup": "g"})
-        assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["first", "second"]}
-        second.ask_ok(BYE, clientID="second", producerGroup="", consumerGroup="g")
+        pushed = wire.next_pushed()
+        assert (pushed.code, pushed.is_one_way, pushed.ext) == (CHANGED, True, {"consumerGroup": "g"})
+        assert json_body(wire.ask_ok(LIST_MEMBERS, consumerGroup="g")) == {
+            "consumerIdList": ["first", "second"]
+        }
+        second.ask_ok(UNREGISTER, clientID="second", producerGroup="", consumerGroup="g")
         assert wire.next_pushed().code == CHANGED
         second.ask_ok(BEAT, java_heartbeat("second"))
         assert wire.next_pushed().code == CHANGED
-    assert wire.next_pushed().code == CHANGED, "the second has hung up without a word"
-    assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["first"]}
+    assert wire.next_pushed().code == CHANGED, "the second disconnected without unregistering"
+    assert json_body(wire.ask_ok(LIST_MEMBERS, consumerGroup="g")) == {"consumerIdList": ["first"]}
 
 
 def test_an_unchanged_heartbeat_notifies_nobody(wire: Wire) -> None:
@@ -162,7 +165,7 @@ def test_a_group_can_be_configured_to_get_no_notifications(node: RunningNode, wi
 
 
 def test_unregistering_an_unknown_client_succeeds(wire: Wire) -> None:
-    wire.ask_ok(BYE, clientID="nobody", consumerGroup="g", producerGroup="p")
+    wire.ask_ok(UNREGISTER, clientID="nobody", consumerGroup="g", producerGroup="p")
 
 
 @pytest.mark.parametrize(
@@ -175,17 +178,15 @@ def test_unregistering_an_unknown_client_succeeds(wire: Wire) -> None:
         ("a", "LUA", ResponseCode.SUBSCRIPTION_PARSE_FAILED),
     ],
 )
-def test_a_client_may_ask_whether_its_expression_can_be_read(
-    wire: Wire, text: str, kind: str | None, code: int
-) -> None:
-    wanted = {"topic": "orders", "subString": text, "expressionType": kind}
-    body = {"clientId": "c", "group": "g", "subscriptionData": wanted}
+def test_the_expression_of_a_client_is_checked(wire: Wire, text: str, kind: str | None, code: int) -> None:
+    subscription = {"topic": "orders", "subString": text, "expressionType": kind}
+    body = {"clientId": "c", "group": "g", "subscriptionData": subscription}
     answer = wire.ask(RequestCode.CHECK_CLIENT_CONFIG, body)
     assert answer.code == code
     assert bool(answer.remark) == bool(code)
 
 
-def test_a_client_may_ask_about_nothing(wire: Wire) -> None:
+def test_a_check_without_an_expression_succeeds(wire: Wire) -> None:
     wire.ask_ok(RequestCode.CHECK_CLIENT_CONFIG, {"clientId": "c", "group": "g"})
 
 
@@ -236,7 +237,9 @@ async def test_a_silent_client_is_removed(world: World) -> None:
     world.clock.advance(EXPIRY_MS)
     await lively.ask(beats.handlers, BEAT, msgspec.json.encode(java_heartbeat("lively")))
     beats.expire()
-    assert context.sessions.consumer_ids("g") == ["silent", "lively"], "the last millisecond counts"
+    assert context.sessions.consumer_ids("g") == ["silent", "lively"], (
+        "a client expires after EXPIRY_MS, not at it"
+    )
     world.clock.advance(1)
     beats.expire()
     assert context.sessions.consumer_ids("g") == ["lively"]
@@ -251,15 +254,15 @@ async def test_members_with_different_subscriptions_are_reported(world: World) -
     context = context_of(world.broker)
     handlers = HeartBeats(context, Locks(context)).handlers
     red = {**JAVA_SUBSCRIPTION, "subString": "red"}
-    more = {**JAVA_SUBSCRIPTION, "topic": "returns"}
-    again = {**JAVA_SUBSCRIPTION, "topic": "%RETRY%g", "subString": "*"}
+    returns = {**JAVA_SUBSCRIPTION, "topic": "returns"}
+    retries = {**JAVA_SUBSCRIPTION, "topic": "%RETRY%g", "subString": "*"}
     pairs = [await Pair.create() for _ in range(3)]
-    for pair, wanted in zip(pairs, ([red, again], [JAVA_SUBSCRIPTION, more], [red]), strict=True):
-        beat = msgspec.json.encode(java_heartbeat(subscriptionDataSet=wanted))
+    for pair, subscriptions in zip(pairs, ([red, retries], [JAVA_SUBSCRIPTION, returns], [red]), strict=True):
+        beat = msgspec.json.encode(java_heartbeat(subscriptionDataSet=subscriptions))
         assert (await pair.ask(handlers, BEAT, beat)).code == 0
         world.clock.advance(1_000)
     conflicts = world.broker.consuming.subscriptions.conflicts("g")
-    assert [(one.topic, one.wanted) for one in conflicts] == [
+    assert [(conflict.topic, conflict.wanted) for conflict in conflicts] == [
         ("", ["orders", "orders, returns"]),
         ("orders", ["A || B", "red"]),
     ]

@@ -1,4 +1,4 @@
-"""Offsets: committed, initial and time-based."""
+"""Requests about consumer offsets and about the offsets of a queue."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def test_a_one_way_commit_is_stored(node: RunningNode, wire: Wire) -> None:
 
 
 def beat(wire: Wire, *topics: str, model: str = "CLUSTERING") -> None:
+    """Send a heartbeat of one consumer of the group `group`, which subscribes to all messages of the topics."""
     subscribed = [{"topic": topic, "subString": "*", "subVersion": 1} for topic in topics]
     group = {"groupName": "group", "subscriptionDataSet": subscribed, "messageModel": model}
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [group]})
@@ -50,8 +51,8 @@ def query_offset(wire: Wire, **more: object) -> str | None:
     return answer.ext["offset"] if answer.code == 0 else None
 
 
-def test_a_new_group_begins_where_its_client_says(node: RunningNode, wire: Wire) -> None:
-    """Its ConsumeFromWhere applies only if the broker answers that there is no offset."""
+def test_a_new_group_has_no_offset_in_a_queue_that_holds_messages(node: RunningNode, wire: Wire) -> None:
+    """The client applies its ConsumeFromWhere only if the broker answers that there is no offset."""
     sent(wire)
     assert query_offset(wire) is None
     beat(wire, "orders")
@@ -60,25 +61,29 @@ def test_a_new_group_begins_where_its_client_says(node: RunningNode, wire: Wire)
     assert query_offset(wire, setZeroIfNotFound=True) == "0"
 
 
-def test_a_group_misses_nothing_that_is_sent_after_it_has_subscribed(node: RunningNode, wire: Wire) -> None:
-    sent(wire, e=0)
+def test_a_group_begins_at_zero_in_a_queue_that_was_empty_when_it_subscribed(
+    node: RunningNode, wire: Wire
+) -> None:
+    sent(wire, queue_id=0)
     beat(wire, "orders", "later")
-    sent(wire, e=1)
-    sent(wire, topic="later", e=0)
+    sent(wire, queue_id=1)
+    sent(wire, topic="later", queue_id=0)
     assert query_offset(wire, queue_id=0) is None
     assert query_offset(wire, queue_id=1) == "0"
     assert query_offset(wire, topic="later") == "0"
-    beat(wire, "orders", "later")  # as clients do all the time
+    beat(wire, "orders", "later")  # clients repeat their heartbeat with the same subscriptions
     assert query_offset(wire, queue_id=1) == "0"
     assert query_offset(wire, queue_id=2, setZeroIfNotFound=False) is None
-    sent(wire, e=2)
+    sent(wire, queue_id=2)
     beat(wire, "later")
     beat(wire, "later", "orders")
-    assert query_offset(wire, queue_id=1) == "0", "the broker has stored where the group begins"
-    assert query_offset(wire, queue_id=2) is None, "it has given the topic up in between"
+    assert query_offset(wire, queue_id=1) == "0", "the earlier query has committed offset 0"
+    assert query_offset(wire, queue_id=2) is None, "queue 2 held a message when the group subscribed again"
 
 
-def test_a_group_begins_where_it_has_begun_before_its_consumer_died(node: RunningNode, wire: Wire) -> None:
+def test_the_queried_beginning_of_a_group_remains_when_its_consumer_disconnects(
+    node: RunningNode, wire: Wire
+) -> None:
     node.run(node.broker.create_topic("orders", 1))
     with Wire.to(node) as consumer:
         beat(consumer, "orders")
@@ -86,8 +91,8 @@ def test_a_group_begins_where_it_has_begun_before_its_consumer_died(node: Runnin
     edges = node.node.edges
     assert edges is not None and edges.remoting is not None
     sessions = edges.remoting.context.sessions
-    eventually(lambda: sessions.group("group") is None, "the consumer has gone")
-    sent(wire, e=0)
+    eventually(lambda: sessions.group("group") is None, "the group has no more members")
+    sent(wire, queue_id=0)
     beat(wire, "orders")
     assert query_offset(wire) == "0"
 
@@ -99,10 +104,10 @@ def test_the_beginning_of_a_broadcasting_group_is_not_stored(node: RunningNode, 
     assert node.broker.offsets("group", "orders", ANONYMOUS) == {}
 
 
-def test_a_group_begins_with_the_first_of_its_retries(node: RunningNode, wire: Wire) -> None:
+def test_a_group_begins_at_zero_in_its_retry_topic(node: RunningNode, wire: Wire) -> None:
     beat(wire, "orders")
-    assert sent(wire, topic="%RETRY%group", e=0, j=1).code == 0
-    eventually(lambda: node.broker.queues("%RETRY%group")[0][1], "the retry is there")
+    assert sent(wire, topic="%RETRY%group", queue_id=0, reconsume_times=1).code == 0
+    eventually(lambda: node.broker.queues("%RETRY%group")[0][1], "the retry topic holds a message")
     assert query_offset(wire, topic="%RETRY%group") == "0"
 
 

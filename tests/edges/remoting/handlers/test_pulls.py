@@ -35,17 +35,19 @@ from timeball.model.access import ANONYMOUS, Caller
 PULL, LITE = RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE
 
 
-def pull(wire: Wire, offset: int = 0, *, code: int = PULL, topic: str = "orders", **more: object) -> int:
-    fields = {
+def pull(wire: Wire, offset: int = 0, *, code: int = PULL, topic: str = "orders", **fields: object) -> int:
+    """Send a pull of queue 0 with a subscription to all messages, and return its opaque. `fields` replace others."""
+    header = {
         "consumerGroup": "group", "topic": topic, "queueId": 0, "queueOffset": offset, "maxMsgNums": 32,
         "sysFlag": PullFlag.SUBSCRIPTION, "commitOffset": 0, "suspendTimeoutMillis": 0, "subscription": "*",
-        "subVersion": 0, **more,
+        "subVersion": 0, **fields,
     }  # fmt: skip
-    return wire.send(code, **fields)
+    return wire.send(code, **header)
 
 
-def pulled(wire: Wire, offset: int = 0, **more: object) -> Command:
-    return wire.answer_to(pull(wire, offset, **more))
+def pulled(wire: Wire, offset: int = 0, **fields: object) -> Command:
+    """Send a pull as `pull` does, and return its answer."""
+    return wire.answer_to(pull(wire, offset, **fields))  # type: ignore[arg-type]
 
 
 def messages(answer: Command) -> list[StoredMessage]:
@@ -58,11 +60,12 @@ def bodies(answer: Command) -> list[bytes]:
 
 
 def recorded(name: str) -> Iterator[tuple[bytes, Command]]:
-    data, at = (GOLDEN / name).read_bytes(), 0
+    """Yield the bytes of each recorded frame, and its command."""
+    data, begin = (GOLDEN / name).read_bytes(), 0
     for frame in cut(data, FRAME_BYTES_MAX)[0]:
-        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-        yield data[at:end], decode(frame)
-        at = end
+        end = begin + 4 + int.from_bytes(data[begin : begin + 4], "big")
+        yield data[begin:end], decode(frame)
+        begin = end
 
 
 def subscribes(command: Command) -> bool:
@@ -85,22 +88,22 @@ def were_answered(node: RunningNode, before: tuple[int, int], plain: int, other:
 
 
 @pytest.mark.parametrize("name", ["java-4.9.8.bin", "java-5.3.3.bin"])
-def test_plain_pulls_of_stock_consumers_are_answered_in_c(node: RunningNode, name: str) -> None:
-    """Recorded frames, byte for byte. Only those with a subscription, since no heartbeat precedes them."""
+def test_recorded_pulls_of_stock_consumers_are_answered_as_plain_pulls(node: RunningNode, name: str) -> None:
+    """Only the pulls with a subscription in their header, because no heartbeat precedes them."""
     pulls = [(raw, command.opaque) for raw, command in recorded(name) if subscribes(command)]
     assert len(pulls) >= 2
     node.run(node.broker.create_topic("recorded-topic", 2))
     with Wire.to(node) as wire:
         for queue in (0, 1):
-            sent(wire, b"there", topic="recorded-topic", e=queue)
+            sent(wire, b"stored", topic="recorded-topic", queue_id=queue)
         before = answered_counts(node)
         for raw, opaque in pulls:
             wire.send_bytes(raw)
-            assert bodies(wire.answer_to(opaque)) == [b"there"]
-    assert were_answered(node, before, len(pulls), 0)
+            assert bodies(wire.answer_to(opaque)) == [b"stored"]
+    assert were_answered(node, before, plain=len(pulls), other=0)
 
 
-def test_pulls_that_wait_or_filter_or_are_refused_are_not_answered_in_c(node: RunningNode) -> None:
+def test_pulls_that_wait_or_filter_or_are_refused_are_answered_by_the_reference(node: RunningNode) -> None:
     with Wire.to(node) as wire:
         sent(wire, b"first", properties={"TAGS": "A"})
         before = answered_counts(node)
@@ -108,16 +111,16 @@ def test_pulls_that_wait_or_filter_or_are_refused_are_not_answered_in_c(node: Ru
         assert bodies(pulled(wire, subscription="A")) == [b"first"]
         assert pulled(wire, topic="nowhere").code == ResponseCode.TOPIC_NOT_EXIST
         assert pulled(wire, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
-        assert were_answered(node, before, 0, 4)
+        assert were_answered(node, before, plain=0, other=4)
         assert bodies(pulled(wire)) == [b"first"]
-        assert were_answered(node, before, 1, 4)
+        assert were_answered(node, before, plain=1, other=4)
 
 
 def test_a_fault_in_the_compiled_codec_is_logged_and_the_reference_answers(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> int:
-        raise RuntimeError("a fault of ours")
+        raise RuntimeError("a fault of the broker")
 
     assert node.node.edges is not None
     with Wire.to(node) as wire:
@@ -126,7 +129,7 @@ def test_a_fault_in_the_compiled_codec_is_logged_and_the_reference_answers(
         monkeypatch.setattr(StoredFrames, "append_from_memory", broken)
         monkeypatch.setattr(StoredFrames, "get_from_memory", lambda *_: None)
         assert bodies(pulled(wire)) == [b"first"]
-        assert were_answered(node, before, 0, 1)
+        assert were_answered(node, before, plain=0, other=1)
     assert ("plain pull failed topic=orders queue=0" in caplog.text) == (
         node.node.edges.remoting.codec is not PYTHON
     )
@@ -134,27 +137,26 @@ def test_a_fault_in_the_compiled_codec_is_logged_and_the_reference_answers(
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize("code", [PULL, LITE])
-def test_sent_messages_are_pulled(node: RunningNode, serialisation: int, code: int) -> None:
+def test_pulled_messages_are_as_sent_with_their_positions(
+    node: RunningNode, serialisation: int, code: int
+) -> None:
     with Wire.to(node, serialisation) as wire:
-        receipt = sent(wire, b"first", properties={"KEYS": "k"})
+        send_answer = sent(wire, b"first", properties={"KEYS": "k"})
         sent(wire, b"second")
         answer = pulled(wire, code=code)
     first, second = messages(answer)
     assert (first.body, second.body) == (b"first", b"second")
     assert (first.topic, first.queue_id, first.queue_offset) == ("orders", 0, 0)
-    assert f"{first.seq:016X}" == receipt.ext["msgId"][-16:]
+    assert f"{first.seq:016X}" == send_answer.ext["msgId"][-16:]
     assert first.properties["KEYS"] == "k"
     assert first.store_host.port == node.node.remoting_port
-    assert (answer.ext["nextBeginOffset"], answer.ext["minOffset"], answer.ext["maxOffset"]) == (
-        "2",
-        "0",
-        "2",
-    )
+    offsets = {name: answer.ext[name] for name in ("nextBeginOffset", "minOffset", "maxOffset")}
+    assert offsets == {"nextBeginOffset": "2", "minOffset": "0", "maxOffset": "2"}
 
 
 def test_a_pull_returns_at_most_the_requested_number(wire: Wire) -> None:
-    for n in range(5):
-        sent(wire, b"%d" % n)
+    for number in range(5):
+        sent(wire, b"%d" % number)
     answer = pulled(wire, 1, maxMsgNums=3)
     assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"1", b"2", b"3"], "4")
 
@@ -167,7 +169,9 @@ def test_a_pull_returns_at_most_the_requested_bytes_or_one_message(wire: Wire) -
     assert len(bodies(pulled(wire, maxMsgBytes=1))) == 1
 
 
-def test_messages_sent_over_flight_have_rocketmqs_properties(node: RunningNode, wire: Wire) -> None:
+def test_tag_keys_and_id_of_a_message_sent_over_http_are_rocketmqs_properties(
+    node: RunningNode, wire: Wire
+) -> None:
     node.run(node.broker.create_topic("orders", 1))
     with node.client() as ball:
         ball.send("orders", b"x", tag="A", keys=["k1"], properties={"TAGS2": "no"}, message_id="I" * 32)
@@ -177,37 +181,41 @@ def test_messages_sent_over_flight_have_rocketmqs_properties(node: RunningNode, 
     }  # fmt: skip
 
 
-def test_a_tag_filter_selects_messages(wire: Wire) -> None:
+def test_a_tag_filter_selects_messages_also_among_tags_with_the_same_hash(wire: Wire) -> None:
     """The tags Aa and BB have the same hash. The broker distinguishes them, not the client."""
     for tag in ("Aa", "BB", "C", "Aa"):
         sent(wire, tag.encode(), properties={"TAGS": tag})
     assert bodies(pulled(wire, subscription="Aa")) == [b"Aa", b"Aa"]
     assert bodies(pulled(wire, subscription="BB || C")) == [b"BB", b"C"]
-    nothing = pulled(wire, subscription="D")
-    assert (nothing.code, nothing.ext["nextBeginOffset"]) == (ResponseCode.PULL_RETRY_IMMEDIATELY, "4")
-    collided = pulled(wire, 1, subscription="BB")
-    assert bodies(collided) == [b"BB"]
+    assert bodies(pulled(wire, 1, subscription="BB")) == [b"BB"]
 
 
-def test_an_sql_filter_selects_messages(wire: Wire) -> None:
-    for n in range(4):
-        sent(wire, b"%d" % n, properties={"n": str(n)})
+def test_a_pull_without_a_match_continues_behind_the_examined_messages(wire: Wire) -> None:
+    for _ in range(4):
+        sent(wire, properties={"TAGS": "A"})
+    answer = pulled(wire, subscription="D")
+    assert (answer.code, answer.ext["nextBeginOffset"]) == (ResponseCode.PULL_RETRY_IMMEDIATELY, "4")
+
+
+def test_an_sql_filter_selects_messages_and_an_invalid_one_is_refused(wire: Wire) -> None:
+    for number in range(4):
+        sent(wire, b"%d" % number, properties={"n": str(number)})
     answer = pulled(wire, subscription="n BETWEEN 1 AND 2", expressionType="SQL92")
     assert bodies(answer) == [b"1", b"2"]
-    bad = pulled(wire, subscription="n >", expressionType="SQL92")
-    assert bad.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
+    invalid = pulled(wire, subscription="n >", expressionType="SQL92")
+    assert invalid.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
 
 
-def test_offsets_outside_the_queue_are_moved(wire: Wire) -> None:
+def test_a_pull_outside_the_queue_is_moved_to_the_nearest_offset(wire: Wire) -> None:
     sent(wire)
-    for offset, told in ((7, "1"), (-3, "0")):
+    for offset, nearest in ((7, "1"), (-3, "0")):
         answer = pulled(wire, offset)
-        assert (answer.code, answer.ext["nextBeginOffset"]) == (ResponseCode.PULL_OFFSET_MOVED, told)
-    assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND
+        assert (answer.code, answer.ext["nextBeginOffset"]) == (ResponseCode.PULL_OFFSET_MOVED, nearest)
+    assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND, "the end of the queue is a valid offset"
 
 
 @pytest.mark.parametrize(
-    ("more", "code"),
+    ("fields", "code"),
     [
         ({"topic": "nobody"}, ResponseCode.TOPIC_NOT_EXIST),
         ({"queueId": 99}, ResponseCode.INVALID_PARAMETER),
@@ -218,35 +226,36 @@ def test_offsets_outside_the_queue_are_moved(wire: Wire) -> None:
     ],
 )
 def test_invalid_pulls_are_refused_with_rocketmqs_codes(
-    wire: Wire, more: dict[str, object], code: int
+    wire: Wire, fields: dict[str, object], code: int
 ) -> None:
     sent(wire)
-    answer = pulled(wire, **more)
+    answer = pulled(wire, **fields)
     assert (answer.code, bool(answer.remark)) == (code, True)
 
 
-def suspended(wire: Wire, offset: int, **more: object) -> int:
+def waiting_pull(node: RunningNode, wire: Wire, offset: int, **fields: object) -> int:
+    """Send a pull that may wait for a minute, and return its opaque when it waits."""
     flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
-    return pull(wire, offset, sysFlag=int(flags), suspendTimeoutMillis=60_000, **more)
+    opaque = pull(wire, offset, sysFlag=int(flags), suspendTimeoutMillis=60_000, **fields)  # type: ignore[arg-type]
+    eventually(lambda: waiting_count(node) == 1, "the pull waits")
+    return opaque
 
 
-def waiting(node: RunningNode) -> int:
+def waiting_count(node: RunningNode) -> int:
     return node.broker.waiters._count
 
 
-def test_a_waiting_pull_is_answered_by_a_send(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_is_answered_with_the_next_message(node: RunningNode, wire: Wire) -> None:
     sent(wire)
-    opaque = suspended(wire, 1)
-    eventually(lambda: waiting(node) == 1, "the pull waits")
+    opaque = waiting_pull(node, wire, 1)
     with Wire.to(node) as other:
-        sent(other, b"woken")
-    assert bodies(wire.answer_to(opaque)) == [b"woken"]
+        sent(other, b"next")
+    assert bodies(wire.answer_to(opaque)) == [b"next"]
 
 
-def test_a_waiting_pull_is_answered_by_a_release(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_is_answered_with_a_released_message(node: RunningNode, wire: Wire) -> None:
     sent(wire)
-    opaque = suspended(wire, 1)
-    eventually(lambda: waiting(node) == 1, "the pull waits")
+    opaque = waiting_pull(node, wire, 1)
     due_ms = node.broker.clock.now_ms() + 50
     with Wire.to(node) as other:
         sent(other, b"later", properties={"TIMER_DELIVER_MS": str(due_ms)})
@@ -255,19 +264,18 @@ def test_a_waiting_pull_is_answered_by_a_release(node: RunningNode, wire: Wire) 
     assert message.store_ms >= due_ms
 
 
-def test_a_waiting_pull_continues_to_wait_if_nothing_matches(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_continues_to_wait_if_a_message_does_not_match(node: RunningNode, wire: Wire) -> None:
     sent(wire)
-    opaque = suspended(wire, 1, subscription="B")
-    eventually(lambda: waiting(node) == 1, "the pull waits")
+    opaque = waiting_pull(node, wire, 1, subscription="B")
     with Wire.to(node) as other:
-        sent(other, b"not this")
-        eventually(lambda: waiting(node) == 1, "it waits again")
-        sent(other, b"this", properties={"TAGS": "B"})
+        sent(other, b"no match")
+        eventually(lambda: waiting_count(node) == 1, "it waits again")
+        sent(other, b"match", properties={"TAGS": "B"})
     answer = wire.answer_to(opaque)
-    assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"this"], "3")
+    assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"match"], "3")
 
 
-def test_a_waiting_pull_ends_at_its_timeout(wire: Wire) -> None:
+def test_a_waiting_pull_is_answered_with_not_found_at_its_timeout(wire: Wire) -> None:
     sent(wire)
     flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
     answer = pulled(wire, 1, sysFlag=int(flags), suspendTimeoutMillis=20)
@@ -276,37 +284,35 @@ def test_a_waiting_pull_ends_at_its_timeout(wire: Wire) -> None:
 
 def test_a_waiting_pull_fails_if_its_topic_is_deleted(node: RunningNode, wire: Wire) -> None:
     sent(wire)
-    opaque = suspended(wire, 1)
-    eventually(lambda: waiting(node) == 1, "the pull waits")
+    opaque = waiting_pull(node, wire, 1)
     with Wire.to(node) as other:
         other.ask_ok(RequestCode.DELETE_TOPIC_IN_BROKER, topic="orders")
     assert wire.answer_to(opaque).code == ResponseCode.TOPIC_NOT_EXIST
     assert "orders" not in node.broker.topics()
 
 
+def waiting_call(pair: Pair) -> Call:
+    """Create the call of a pull of queue 0 from its beginning that may wait for 15 s."""
+    ext = {
+        "consumerGroup": "group", "topic": "orders", "queueId": 0, "queueOffset": 0, "subscription": "*",
+        "sysFlag": int(PullFlag.SUBSCRIPTION | PullFlag.SUSPEND), "suspendTimeoutMillis": 15_000,
+    }  # fmt: skip
+    return Call(pair.connection, Command(PULL, ext={name: str(value) for name, value in ext.items()}))
+
+
 @on_node()
-async def test_a_message_sent_as_a_pull_begins_to_wait_is_found(world: World) -> None:
-    """Its commit wakes no pull: the pull has checked the queue but does not wait yet."""
+async def test_a_message_that_arrives_before_a_pull_begins_to_wait_is_found(world: World) -> None:
+    """The commit of the message wakes no pull, because the pull has checked the queue but does not wait yet."""
     await world.broker.create_topic("orders", 1)
-    pair, rooms = await Pair.create(), Pulls(context_of(world.broker)).handlers
-    fields = {
-        "consumerGroup": "group",
-        "topic": "orders",
-        "queueId": 0,
-        "queueOffset": 0,
-        "subscription": "*",
-    }
-    flags = int(PullFlag.SUBSCRIPTION | PullFlag.SUSPEND)
-    ext = {**fields, "sysFlag": flags, "suspendTimeoutMillis": 15_000}
-    call = Call(pair.connection, Command(PULL, ext={name: str(value) for name, value in ext.items()}))
-    begun: Any = rooms[PULL](call)
+    pair, handlers = await Pair.create(), Pulls(context_of(world.broker)).handlers
+    pending_answer: Any = handlers[PULL](waiting_call(pair))
     await world.broker.send(batch(1))
 
     async def wait(*_: object) -> bool:
-        raise AssertionError("it waits for what is there")
+        raise AssertionError("the pull waits although the queue has a message")
 
     world.broker.waiters.wait = wait
-    assert bodies(await begun) == [b"body"]
+    assert bodies(await pending_answer) == [b"body"]
     pair.close()
 
 
@@ -314,34 +320,28 @@ async def test_a_message_sent_as_a_pull_begins_to_wait_is_found(world: World) ->
 async def test_a_waiting_pull_finds_the_messages_of_a_topic_that_is_created_again(world: World) -> None:
     """A deletion wakes the pull. Before it runs, another client's message may have created the topic again."""
     await world.broker.create_topic("orders", 1)
-    pair, rooms = await Pair.create(), Pulls(context_of(world.broker)).handlers
-    ext = {
-        "consumerGroup": "group", "topic": "orders", "queueId": 0, "queueOffset": 0, "subscription": "*",
-        "sysFlag": int(PullFlag.SUBSCRIPTION | PullFlag.SUSPEND), "suspendTimeoutMillis": 15_000,
-    }  # fmt: skip
-    waits = []
+    pair, handlers = await Pair.create(), Pulls(context_of(world.broker)).handlers
+    has_waited = False
 
-    async def wait(*_: object) -> bool:
-        assert not waits, "it waits for what is there"
-        waits.append(1)
+    async def delete_and_send(*_: object) -> bool:
+        nonlocal has_waited
+        assert not has_waited, "the pull waits although the queue has a message"
+        has_waited = True
         await world.broker.administration.delete_topic("orders", ANONYMOUS)
         await world.broker.send(batch(1))
         return True
 
-    world.broker.waiters.wait = wait
-    answer: Any = await rooms[PULL](  # type: ignore[misc]
-        Call(pair.connection, Command(PULL, ext={name: str(value) for name, value in ext.items()}))
-    )
+    world.broker.waiters.wait = delete_and_send
+    answer: Any = await handlers[PULL](waiting_call(pair))  # type: ignore[misc]
     assert bodies(answer) == [b"body"]
     pair.close()
 
 
-def test_the_pull_of_a_disconnected_client_is_cancelled(node: RunningNode, wire: Wire) -> None:
+def test_the_waiting_pull_of_a_disconnected_client_is_cancelled(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     with Wire.to(node) as other:
-        suspended(other, 1)
-        eventually(lambda: waiting(node) == 1, "the pull waits")
-    eventually(lambda: waiting(node) == 0, "forgotten")
+        waiting_pull(node, other, 1)
+    eventually(lambda: waiting_count(node) == 0, "the pull does not wait any more")
 
 
 def test_a_pull_commits_the_offset_in_its_header(node: RunningNode, wire: Wire) -> None:
@@ -352,13 +352,15 @@ def test_a_pull_commits_the_offset_in_its_header(node: RunningNode, wire: Wire) 
 
 
 def test_messages_can_be_pulled_after_a_restart(tmp_path: Path) -> None:
-    for begun in range(2):
-        with running_node(tmp_path) as node, Wire.to(node) as wire:
-            sent(wire, b"%d" % begun)
-            assert bodies(pulled(wire)) == [b"0", b"1"][: begun + 1]
+    with running_node(tmp_path) as node, Wire.to(node) as wire:
+        sent(wire, b"before")
+    with running_node(tmp_path) as node, Wire.to(node) as wire:
+        sent(wire, b"after")
+        assert bodies(pulled(wire)) == [b"before", b"after"]
 
 
 def beat(wire: Wire, text: str = "*", version: int = 1, model: str = "CLUSTERING") -> None:
+    """Send a heartbeat of a consumer that subscribes to the topic with this filter text."""
     subscription = {"topic": "orders", "subString": text, "subVersion": version, "expressionType": "TAG"}
     consumer = {
         "groupName": "group", "consumeType": "CONSUME_PASSIVELY", "messageModel": model,
@@ -368,18 +370,19 @@ def beat(wire: Wire, text: str = "*", version: int = 1, model: str = "CLUSTERING
     wire.ask_ok(RequestCode.HEART_BEAT, body)
 
 
-def test_a_pull_without_subscription_uses_that_of_the_heartbeat(wire: Wire) -> None:
+def test_a_pull_without_a_subscription_uses_the_latest_one_of_the_heartbeats(wire: Wire) -> None:
     for tag in "AB":
         sent(wire, tag.encode(), properties={"TAGS": tag})
     beat(wire, "B", version=5)
     assert bodies(pulled(wire, sysFlag=0, subVersion=5)) == [b"B"]
-    assert pulled(wire, sysFlag=0, subVersion=6).code == ResponseCode.SUBSCRIPTION_NOT_LATEST
+    newer = pulled(wire, sysFlag=0, subVersion=6)
+    assert newer.code == ResponseCode.SUBSCRIPTION_NOT_LATEST, "no heartbeat had this version"
     beat(wire, "*", version=6)
-    # Whoever wants everything need not wait for the heartbeat that says so again.
+    # A subscription to all messages counts even if it is older than the client's.
     assert bodies(pulled(wire, sysFlag=0, subVersion=7)) == [b"A", b"B"]
 
 
-def test_a_broadcast_pull_is_refused_if_disabled_for_the_group(node: RunningNode, wire: Wire) -> None:
+def test_a_pull_in_broadcast_mode_is_refused_if_the_group_disables_it(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     beat(wire, model="BROADCASTING")
     assert len(bodies(pulled(wire, sysFlag=0, subVersion=1))) == 1
@@ -388,10 +391,11 @@ def test_a_broadcast_pull_is_refused_if_disabled_for_the_group(node: RunningNode
     refused = pulled(wire, sysFlag=0, subVersion=1)
     assert (refused.code, "broadcast" in str(refused.remark)) == (ResponseCode.NO_PERMISSION, True)
     beat(wire, version=2)
-    assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1
+    assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1, "the mode is clustering now"
 
 
-def test_grants_are_renewed_after_a_change(node: RunningNode, wire: Wire) -> None:
+def test_a_change_of_topic_or_group_applies_to_the_next_plain_pull(node: RunningNode, wire: Wire) -> None:
+    """The cached grants of plain pulls become invalid."""
     sent(wire)
     before = answered_counts(node)
     for _ in range(3):
@@ -406,13 +410,13 @@ def test_grants_are_renewed_after_a_change(node: RunningNode, wire: Wire) -> Non
     wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
     assert pulled(wire).code == ResponseCode.NO_PERMISSION
     assert len(bodies(pulled(wire, consumerGroup="other"))) == 1
-    assert were_answered(node, before, 5, 2)
+    assert were_answered(node, before, plain=5, other=2)
 
 
 def test_a_grant_is_valid_for_one_queue_and_subscription(node: RunningNode, wire: Wire) -> None:
     for queue, tag in enumerate("AB"):
-        sent(wire, tag.encode(), e=queue, properties={"TAGS": tag})
-    for _ in range(2):
+        sent(wire, tag.encode(), queue_id=queue, properties={"TAGS": tag})
+    for _ in range(2):  # the first pulls fill the cache of grants
         assert bodies(pulled(wire)) == [b"A"]
         assert bodies(pulled(wire, queueId=1)) == [b"B"]
         assert pulled(wire, queueId=1, subscription="A").code == ResponseCode.PULL_RETRY_IMMEDIATELY
@@ -433,7 +437,7 @@ def test_the_number_of_grants_is_limited(
 
 @pytest.mark.skipif(COMPILED is None, reason="only the compiled codec makes plain pulls")
 @on_node(queues_per_topic=1)
-async def test_signed_requests_get_no_cached_grant(world: World) -> None:
+async def test_a_plain_pull_of_an_account_gets_no_cached_grant(world: World) -> None:
     """The edge passes no signed request to `answer_plain`, which must not use a cached grant for one either."""
     assert COMPILED is not None
     await world.broker.send(batch(1))
@@ -446,8 +450,8 @@ async def test_signed_requests_get_no_cached_grant(world: World) -> None:
         "subscription": "*",
     }
     request = Command(PULL, ext={**ext, "sysFlag": str(int(PullFlag.SUBSCRIPTION))})
-    [result], _, _ = COMPILED.cut(encode(request), FRAME_BYTES_MAX)
-    assert pulls.answer_plain(pair.connection, result)
+    [plain_pull], _, _ = COMPILED.cut(encode(request), FRAME_BYTES_MAX)
+    assert pulls.answer_plain(pair.connection, plain_pull), "the caller is anonymous"
     pair.connection.caller = Caller()
-    assert not pulls.answer_plain(pair.connection, result)
+    assert not pulls.answer_plain(pair.connection, plain_pull)
     pair.close()

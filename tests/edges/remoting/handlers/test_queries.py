@@ -31,8 +31,8 @@ def test_a_message_is_found_by_key(wire: Wire) -> None:
     sent(wire, b"other", topic="others", properties={"KEYS": "k1"})
     assert [m.body for m in query_messages(wire, "k1")] == [b"0", b"1"]
     assert [m.body for m in query_messages(wire, "k1", topic="others")] == [b"other"]
-    assert query_messages(wire, "k") != [] and query_messages(wire, "nobody") == []
-    assert [m.body for m in query_messages(wire, "k1", maxNum=1)] == [b"1"], "the newest"
+    assert query_messages(wire, "k") != [] and query_messages(wire, "unknown") == []
+    assert [m.body for m in query_messages(wire, "k1", maxNum=1)] == [b"1"], "the newest message comes first"
 
 
 def test_a_query_is_limited_to_its_time_range(wire: Wire) -> None:
@@ -49,11 +49,11 @@ def test_a_message_is_found_by_unique_key(wire: Wire) -> None:
     assert [m.body for m in query_messages(wire, "YOURS")] == [b"mine"]
 
 
-@pytest.mark.parametrize("later", [{"TIMER_DELAY_SEC": "3600"}, {"DELAY": "18"}])
-def test_a_pending_message_is_found(wire: Wire, later: dict[str, str]) -> None:
-    sent(wire, b"later", properties={"KEYS": "k", **later})
+@pytest.mark.parametrize("delay", [{"TIMER_DELAY_SEC": "3600"}, {"DELAY": "18"}])
+def test_a_pending_message_is_found(wire: Wire, delay: dict[str, str]) -> None:
+    sent(wire, b"pending", properties={"KEYS": "k", **delay})
     [message] = query_messages(wire, "k")
-    assert message.body == b"later"
+    assert message.body == b"pending"
 
 
 def test_a_message_is_found_by_sequence_number(node: RunningNode, wire: Wire) -> None:
@@ -61,19 +61,19 @@ def test_a_message_is_found_by_sequence_number(node: RunningNode, wire: Wire) ->
     _, seq = parse_offset_msg_id(receipt.ext["msgId"])
     [message] = decode_stored(wire.ask_ok(VIEW, offset=seq).body)
     assert (message.body, message.seq) == (b"numbered", seq)
-    for missing in (seq + 1, 0, -1, 1 << 62):
-        answer = wire.ask(VIEW, offset=missing)
-        assert answer.code == ResponseCode.SYSTEM_ERROR, missing
+    for missing_seq in (seq + 1, 0, -1, 1 << 62):
+        answer = wire.ask(VIEW, offset=missing_seq)
+        assert answer.code == ResponseCode.SYSTEM_ERROR, missing_seq
         assert "can not find" in str(answer.remark)
     assert wire.ask(VIEW, offset=1 << 63).code == ResponseCode.INVALID_PARAMETER
 
 
-@pytest.mark.parametrize("later", [{}, {"TIMER_DELAY_SEC": "3600"}])
+@pytest.mark.parametrize("delay", [{}, {"TIMER_DELAY_SEC": "3600"}])
 def test_an_answer_contains_the_newest_messages_that_fit(
-    wire: Wire, later: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    wire: Wire, delay: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(100):
-        sent(wire, b"%03d" % n, properties={"KEYS": "k", **later})
+        sent(wire, b"%03d" % n, properties={"KEYS": "k", **delay})
     monkeypatch.setattr(queries, "ROWS_PER_READ", 7)
     assert [int(m.body) for m in query_messages(wire, "k", maxNum=10)] == [*range(90, 100)]
     assert [int(m.body) for m in query_messages(wire, "k", maxNum=1_000)] == [
@@ -82,4 +82,4 @@ def test_an_answer_contains_the_newest_messages_that_fit(
     monkeypatch.setattr(queries, "BYTES_MAX", 3 * 20 + 2)
     assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [*range(80, 100)]
     monkeypatch.setattr(queries, "BYTES_MAX", 1)
-    assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [99], "one at least"
+    assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [99], "at least one message"

@@ -1,4 +1,4 @@
-"""Replies: pushed to the requesting producer, or refused at once."""
+"""Replies: the broker pushes a reply to the producer of the request, or refuses it at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_reply_is_pushed_to_the_requesting_producer(
         asked = wire.send(code, b"yes", **header)
         pushed = asker.next_pushed()
         assert (pushed.code, pushed.body, pushed.is_one_way) == (PUSHED, b"yes", False)
-        known = {name: pushed.ext.pop(name) for name in ("bornHost", "storeHost", "storeTimestamp")}
-        assert known["storeHost"].endswith(str(node.node.remoting_port)) and int(known["storeTimestamp"])
+        added = {name: pushed.ext.pop(name) for name in ("bornHost", "storeHost", "storeTimestamp")}
+        assert added["storeHost"].endswith(str(node.node.remoting_port)) and int(added["storeTimestamp"])
         assert pushed.ext == {k: str(v) for k, v in LONG.items()} | {
             "reconsumeTimes": "0",
             "unitMode": "false",
@@ -43,13 +43,13 @@ def test_a_reply_is_pushed_to_the_requesting_producer(
         answer = wire.answer_to(asked)
         assert answer.code == ResponseCode.SUCCESS
         assert {"msgId": "0", "queueId": "0", "queueOffset": "0"}.items() <= answer.ext.items()
-    assert TOPIC not in node.broker.topics(), "it is kept nowhere"
+    assert TOPIC not in node.broker.topics(), "no topic is created, so the reply is not stored"
 
 
 def test_a_client_with_a_namespace_replies_to_the_topic_of_its_namespace(
     node: RunningNode, wire: Wire
 ) -> None:
-    """As `ClientConfig.setNamespace("ns")` names it. Its route exists without automatic creation of topics, too."""
+    """`ClientConfig.setNamespace("ns")` names it. It has a route even if topics are not created automatically."""
     object.__setattr__(node.broker.settings, "auto_create_topics", False)
     topic = f"ns%{TOPIC}"
     [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=topic))["queueDatas"]
@@ -61,21 +61,21 @@ def test_a_client_with_a_namespace_replies_to_the_topic_of_its_namespace(
         assert (pushed.ext["topic"], pushed.body) == (topic, b"yes")
         asker.reply(pushed)
         assert wire.answer_to(asked).code == ResponseCode.SUCCESS
-    assert sent(wire, topic=topic).code == ResponseCode.TOPIC_NOT_EXIST, "only replies go there"
+    assert sent(wire, topic=topic).code == ResponseCode.TOPIC_NOT_EXIST, "the topic takes only replies"
 
 
 def test_a_reply_that_cannot_be_pushed_is_refused_at_once(node: RunningNode, wire: Wire) -> None:
-    def refused(**changed: object) -> str:
+    def remark_of_refusal(**changed: object) -> str:
         answer = wire.ask(REPLY_V2, b"yes", **(SHORT | changed))
         assert answer.code != ResponseCode.SUCCESS
         return str(answer.remark)
 
-    assert "channel of <asker> not found" in refused()
-    assert "REPLY_TO_CLIENT" in refused(i="CORRELATION_ID\x017\x02")
-    for other in ("orders", f"ns-{TOPIC}", f"{TOPIC}%ns"):
-        assert TOPIC in refused(b=other)
+    assert "channel of <asker> not found" in remark_of_refusal()
+    assert "REPLY_TO_CLIENT" in remark_of_refusal(i="CORRELATION_ID\x017\x02")
+    for other_topic in ("orders", f"ns-{TOPIC}", f"{TOPIC}%ns"):
+        assert TOPIC in remark_of_refusal(b=other_topic)
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "asker", "consumerDataSet": [{"groupName": "g"}]})
-    assert "not found" in refused(), "a consumer waits for no reply"
+    assert "not found" in remark_of_refusal(), "a client that is only a consumer gets no replies"
     with Wire.to(node) as asker:
         asker.ask_ok(RequestCode.HEART_BEAT, BEAT)
         asked = wire.send(REPLY_V2, b"yes", **SHORT)
@@ -83,10 +83,14 @@ def test_a_reply_that_cannot_be_pushed_is_refused_at_once(node: RunningNode, wir
         assert wire.answer_to(asked).code == ResponseCode.SYSTEM_ERROR
         asked = wire.send(REPLY_V2, b"yes", **SHORT)
         asker.next_pushed()
-    assert wire.answer_to(asked).code == ResponseCode.SYSTEM_ERROR, "it has gone instead"
+    assert wire.answer_to(asked).code == ResponseCode.SYSTEM_ERROR, (
+        "the producer disconnected without an answer"
+    )
 
 
-def test_a_request_names_the_cluster_and_other_messages_do_not(node: RunningNode, wire: Wire) -> None:
+def test_only_a_message_that_asks_for_a_reply_gets_the_cluster_property(
+    node: RunningNode, wire: Wire
+) -> None:
     sent(wire)
     sent(wire, properties={"REPLY_TO_CLIENT": "asker", "CORRELATION_ID": "7"})
     sent(wire, properties={"REPLY_TO_CLIENT": "asker", "CLUSTER": "another"})
@@ -94,7 +98,7 @@ def test_a_request_names_the_cluster_and_other_messages_do_not(node: RunningNode
     assert result == [None, "DefaultCluster", "another"]
 
 
-def test_the_replies_topic_has_a_route(wire: Wire) -> None:
+def test_the_reply_topic_has_a_route(wire: Wire) -> None:
     [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=TOPIC))["queueDatas"]
     assert (queues["writeQueueNums"], queues["perm"]) == (1, 6)
 
@@ -105,4 +109,5 @@ def test_a_reply_requires_permission_to_send_to_the_reply_topic(
     with guarded_node(tmp_path_factory.mktemp("node")) as node:
         with SignedWire.of(node, "shop") as shop, SignedWire.of(node, "root") as root:
             assert shop.ask(REPLY_V2, b"yes", **SHORT).code == ResponseCode.NO_PERMISSION
-            assert root.ask(REPLY_V2, b"yes", **SHORT).code == ResponseCode.SYSTEM_ERROR, "nobody waits"
+            answer = root.ask(REPLY_V2, b"yes", **SHORT)
+            assert answer.code == ResponseCode.SYSTEM_ERROR, "permitted, but no producer is connected"

@@ -1,4 +1,4 @@
-"""Name-server requests, on both ports."""
+"""Requests of clients to a name server. The node answers them on its name-server port and on its remoting port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_route_has_the_address_that_the_client_connected_to(node: RunningNode,
         assert broker["brokerName"] == queues["brokerName"] == "timeball"
 
 
-def test_an_unknown_topic_has_no_route_but_the_template_has(wire: Wire) -> None:
+def test_an_unknown_topic_has_no_route_but_the_template_topic_has_one(wire: Wire) -> None:
     answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="nobody")
     assert answer.code == ResponseCode.TOPIC_NOT_EXIST
     assert answer.remark == "No topic route info in name server for the topic: nobody"
@@ -34,11 +34,13 @@ def test_an_unknown_topic_has_no_route_but_the_template_has(wire: Wire) -> None:
 
 
 def test_a_retry_topic_has_a_route_before_its_group_is_known(wire: Wire) -> None:
-    """Consumers ask for it before their first heartbeat, and not again for a long time."""
+    """A consumer requests this route before its first heartbeat, and again only after a long time."""
     route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%nobody"))
     assert [(q["readQueueNums"], q["perm"]) for q in route["queueDatas"]] == [(1, 6)]
     assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 249).code != 0
-    wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 248)  # of a group and a topic
+    wire.ask_ok(
+        RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 248
+    )  # the longest group and topic
 
 
 def test_an_invalid_topic_name_is_refused(wire: Wire) -> None:
@@ -47,7 +49,7 @@ def test_an_invalid_topic_name_is_refused(wire: Wire) -> None:
         assert answer.code == ResponseCode.INVALID_PARAMETER, name
 
 
-def test_cluster_and_broker_have_routes_too(wire: Wire) -> None:
+def test_the_cluster_and_the_broker_have_routes(wire: Wire) -> None:
     for name in ("DefaultCluster", "timeball"):
         wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name)
     cluster = json_body(wire.ask_ok(RequestCode.GET_BROKER_CLUSTER_INFO))
@@ -57,15 +59,15 @@ def test_cluster_and_broker_have_routes_too(wire: Wire) -> None:
 
 @pytest.mark.parametrize("name", ["DefaultCluster", "timeball", "RMQ_SYS_TRACE_TOPIC"])
 @pytest.mark.parametrize("auto_create", [True, False])
-def test_a_standing_topic_has_all_the_queues_that_its_route_tells(
+def test_a_built_in_topic_has_all_queues_of_its_route(
     node: RunningNode, wire: Wire, name: str, auto_create: bool
 ) -> None:
-    """A producer requests at most 4 queues for a topic that it creates. Here it uses the number in the route."""
+    """A send names 4 as the number of queues of a topic that it creates. A built-in topic has those of its route."""
     object.__setattr__(node.broker.settings, "auto_create_topics", auto_create)
-    [told] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"]
-    for queue_id in range(told["writeQueueNums"]):
-        assert sent(wire, topic=name, e=queue_id).ext["queueId"] == str(queue_id)
-    assert json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"] == [told]
+    [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"]
+    for queue_id in range(queues["writeQueueNums"]):
+        assert sent(wire, topic=name, queue_id=queue_id).ext["queueId"] == str(queue_id)
+    assert json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"] == [queues]
     listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER))["topicList"]
     assert listed.count(name) == 1
 
@@ -76,6 +78,6 @@ def test_all_topics_are_listed(node: RunningNode, wire: Wire) -> None:
     assert {"orders", "DefaultCluster"} <= set(listed)
 
 
-def test_a_missing_key_is_not_found(wire: Wire) -> None:
+def test_a_missing_configuration_key_is_not_found(wire: Wire) -> None:
     answer = wire.ask(RequestCode.GET_KV_CONFIG, namespace="ORDER_TOPIC_CONFIG", key="orders")
     assert answer.code == ResponseCode.QUERY_NOT_FOUND

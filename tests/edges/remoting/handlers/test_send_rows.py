@@ -21,53 +21,44 @@ from timeball.model.message import decode_properties, encode_properties
 NOW_MS = 1_800_000_000_000
 
 
-class Sent:
-    """The tickets of sends, and their rows as one batch."""
+class ConvertedSends:
+    """The tickets of the sends that were converted so far, and the rows of all of them as one batch."""
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
         self._rows = SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, frozenset(), "cluster")
 
-    def __len__(self) -> int:
-        return len(self.tickets)
-
-    def feed(self, header: SendHeader, body: bytes, queue_id: int) -> None:
-        self.tickets.append(self._rows.ticket("edge", "origin", header, body, 0, "host:1", queue_id, NOW_MS))
+    def convert(self, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, **fields: Any) -> None:
+        """Convert a send to the topic `t`. `fields` are those of SendFields, with `properties` as a dictionary."""
+        properties = encode_properties(fields.pop("properties", {"UNIQ_KEY": "K"}))
+        send_fields = SendFields(**{"topic": "t", "properties": properties, **fields})
+        header = SendHeader(code, send_fields, opaque=len(self.tickets))
+        self.tickets.append(self._rows.ticket("edge", "origin", header, body, 0, "host:1", -1, NOW_MS))
 
     def batch(self) -> pa.RecordBatch:
         return batch_of([row for ticket in self.tickets for row in ticket.rows])
 
 
-def columns() -> Sent:
-    return Sent()
-
-
-def feed(to: Sent, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, **fields: Any) -> None:
-    properties = encode_properties(fields.pop("properties", {"UNIQ_KEY": "K"}))
-    header = SendHeader(
-        code, SendFields(**{"topic": "t", "properties": properties, **fields}), opaque=len(to)
-    )
-    to.feed(header, body, fields.get("queue_id") or -1)
-
-
 def test_a_send_becomes_rows_and_a_ticket() -> None:
-    made = columns()
-    feed(made, b"a", properties={"UNIQ_KEY": "K1", "TAGS": "A", "KEYS": "k"}, flag=3, reconsume_times=2)
-    feed(made, b"b", properties={"UNIQ_KEY": "K2"}, born_ms=5)
-    batch, tickets = made.batch(), made.tickets
+    converted = ConvertedSends()
+    converted.convert(
+        b"a", properties={"UNIQ_KEY": "K1", "TAGS": "A", "KEYS": "k"}, flag=3, reconsume_times=2
+    )
+    converted.convert(b"b", properties={"UNIQ_KEY": "K2"}, born_ms=5)
+    batch, tickets = converted.batch(), converted.tickets
     first, second = batch.to_pylist()
     assert (first["body"], first["tag"], first["keys"], first["flag"]) == (b"a", "A", "k", 3)
     assert (second["born_ms"], second["tag"], second["unique_key"]) == (5, None, "K2")
     assert [(t.count, t.unique_key, t.opaque) for t in tickets] == [(1, "K1", 0), (1, "K2", 1)]
-    assert "due_ms" not in batch.schema.names, "columns that say nothing are left out"
+    assert "due_ms" not in batch.schema.names, "a column without values is omitted"
 
 
 def test_a_delay_level_and_a_due_time_are_columns() -> None:
-    made = columns()
-    feed(made, properties={"DELAY": "3", "TIMER_DELAY_MS": "5"})
-    feed(made, properties={"TIMER_DELAY_MS": "5"})
-    feed(made, properties={"TIMER_DELIVER_MS": "5"})
-    batch, tickets = made.batch(), made.tickets
+    converted = ConvertedSends()
+    converted.convert(properties={"DELAY": "3", "TIMER_DELAY_MS": "5"})
+    converted.convert(properties={"TIMER_DELAY_MS": "5"})
+    converted.convert(properties={"TIMER_DELIVER_MS": "5"})
+    batch, tickets = converted.batch(), converted.tickets
     assert batch.column("delay_level").to_pylist() == [3, None, None]
     assert batch.column("due_ms").to_pylist() == [None, NOW_MS + 5, 5]
     assert [ticket.due_ms for ticket in tickets] == [None, NOW_MS + 5, 5]
@@ -87,31 +78,29 @@ def test_a_delay_level_and_a_due_time_are_columns() -> None:
     ],
 )
 def test_a_refused_send_leaves_no_rows(wrong: dict[str, Any], error: type[Exception]) -> None:
-    made = columns()
-    feed(made)
+    converted = ConvertedSends()
+    converted.convert()
     with pytest.raises(error):
-        feed(made, **wrong)
-    assert len(made) == 1
-    batch, tickets = made.batch(), made.tickets
-    assert batch.num_rows == len(tickets) == 1
+        converted.convert(**wrong)
+    assert converted.batch().num_rows == len(converted.tickets) == 1
 
 
-def test_the_last_bad_record_refuses_its_whole_batch() -> None:
-    made = columns()
+def test_a_batch_with_one_invalid_record_is_refused_as_a_whole() -> None:
+    converted = ConvertedSends()
     records = [BatchRecord(0, b"a", ""), BatchRecord(0, b"b", encode_properties({"TAGS": "x" * 256}))]
     with pytest.raises(InvalidMessage, match="tag: more than 255"):
-        feed(made, encode_batch(records), RequestCode.SEND_BATCH_MESSAGE)
-    assert len(made) == 0
+        converted.convert(encode_batch(records), RequestCode.SEND_BATCH_MESSAGE)
+    assert converted.tickets == []
 
 
 def test_a_batch_has_one_ticket_with_all_unique_keys() -> None:
-    made = columns()
-    feed(made)
-    feed(
-        made, encode_batch([BatchRecord(7, b"%d" % n, "") for n in range(3)]), RequestCode.SEND_BATCH_MESSAGE
+    converted = ConvertedSends()
+    converted.convert()
+    converted.convert(
+        encode_batch([BatchRecord(7, b"%d" % n, "") for n in range(3)]), RequestCode.SEND_BATCH_MESSAGE
     )
-    feed(made)
-    batch, tickets = made.batch(), made.tickets
+    converted.convert()
+    batch, tickets = converted.batch(), converted.tickets
     assert [t.count for t in tickets] == [1, 3, 1]
     assert tickets[1].unique_key.split(",") == batch.column("unique_key").to_pylist()[1:4]
     assert batch.column("flag").to_pylist() == [0, 7, 7, 7, 0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.codes import MessageFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON, Command
 from timeball.edges.remoting.codec.records import BatchRecord, encode_batch, parse_offset_msg_id
+from timeball.edges.remoting.codec.sends import SHORT_NAMES
 from timeball.model import limits
 from timeball.model.message import decode_properties, encode_properties
 
@@ -23,18 +25,35 @@ def delay_properties() -> str:
     return "TIMING,__STARTDELIVERTIME"
 
 
-def send(wire: Wire, body: bytes = b"body", *, code: int = V2, topic: str = "orders", **more: object) -> int:
-    """Send a message as Java's client does. Return its opaque."""
-    properties = {"UNIQ_KEY": "AB" * 16, "WAIT": "true", "TAGS": "A", **more.pop("properties", {})}  # type: ignore[dict-item]
-    fields = {
-        "a": "producers", "b": topic, "c": "TBW102", "d": 4, "e": 0, "f": 0, "g": BORN_MS, "h": 0,
-        "i": encode_properties(properties), "j": 0, "k": False, "m": False, **more,
+def send(
+    wire: Wire,
+    body: bytes = b"body",
+    *,
+    code: int = V2,
+    topic: str = "orders",
+    properties: dict[str, str] | None = None,
+    properties_text: str | None = None,
+    **fields: object,
+) -> int:
+    """Send a message as Java's client does, and return its opaque.
+
+    `properties` are added to the usual ones. `properties_text` replaces all of them. `fields` has the names of
+    SendFields, or other names as they are sent.
+    """
+    if properties_text is None:
+        usual = {"UNIQ_KEY": "AB" * 16, "WAIT": "true", "TAGS": "A"}
+        properties_text = encode_properties({**usual, **(properties or {})})
+    header = {
+        "group": "producers", "topic": topic, "default_topic": "TBW102", "default_queues": 4, "queue_id": 0,
+        "sys_flag": 0, "born_ms": BORN_MS, "flag": 0, "properties": properties_text, "reconsume_times": 0,
+        "unit_mode": False, "batch": False, **fields,
     }  # fmt: skip
-    return wire.send(code, body, **fields)
+    return wire.send(code, body, **{SHORT_NAMES.get(name, name): value for name, value in header.items()})
 
 
-def sent(wire: Wire, body: bytes = b"body", **more: object) -> Command:
-    return wire.answer_to(send(wire, body, **more))
+def sent(wire: Wire, body: bytes = b"body", **fields: object) -> Command:
+    """Send a message as `send` does, and return its answer."""
+    return wire.answer_to(send(wire, body, **fields))  # type: ignore[arg-type]
 
 
 def rows(node: RunningNode, topic: str = "orders") -> list[dict[str, object]]:
@@ -50,7 +69,7 @@ def test_a_message_is_stored_as_sent_and_its_id_is_in_the_answer(
     node: RunningNode, serialisation: int
 ) -> None:
     with Wire.to(node, serialisation) as wire:
-        answer = sent(wire, e=2, h=9, properties={"KEYS": "k1 k2"})
+        answer = sent(wire, queue_id=2, flag=9, properties={"KEYS": "k1 k2"})
     assert (answer.code, answer.serialisation) == (0, serialisation)
     [row] = rows(node)
     host, seq = parse_offset_msg_id(answer.ext["msgId"])
@@ -62,53 +81,58 @@ def test_a_message_is_stored_as_sent_and_its_id_is_in_the_answer(
     assert "WAIT\x01true" in str(row["properties"])
 
 
-def test_sends_with_long_names_are_accepted(node: RunningNode, wire: Wire) -> None:
+def test_a_send_with_long_field_names_and_no_unique_key_gets_one(node: RunningNode, wire: Wire) -> None:
     answer = wire.ask_ok(
         LONG, b"x", producerGroup="g", topic="orders", defaultTopic="TBW102", defaultTopicQueueNums=4, queueId=1,
         sysFlag=0, bornTimestamp=BORN_MS, flag=0, properties="", reconsumeTimes=0,
     )  # fmt: skip
     [row] = rows(node)
     assert answer.ext["transactionId"] == row["unique_key"]
-    assert len(str(row["unique_key"])) == 32, "the broker names what its producer did not"
+    assert len(str(row["unique_key"])) == 32, "the broker has created the unique key"
     assert f"UNIQ_KEY\x01{row['unique_key']}" in str(row["properties"])
 
 
-def test_a_created_topic_has_the_requested_number_of_queues(node: RunningNode, wire: Wire) -> None:
-    sent(wire, d=3)
+def test_a_created_topic_has_the_requested_number_of_queues_up_to_the_setting(
+    node: RunningNode, wire: Wire
+) -> None:
+    sent(wire, default_queues=3)
     assert len(node.broker.queues("orders")) == 3
-    sent(wire, topic="many", d=100)
+    sent(wire, topic="many", default_queues=100)
     assert len(node.broker.queues("many")) == node.settings.queues_per_topic
 
 
-def test_a_thousand_in_flight_keep_their_answers_and_their_order(node: RunningNode, wire: Wire) -> None:
-    opaques = [send(wire, b"%d" % n, e=n % 4) for n in range(1_000)]
+def test_a_thousand_pending_sends_are_stored_in_order_and_get_their_own_answers(
+    node: RunningNode, wire: Wire
+) -> None:
+    opaques = [send(wire, b"%d" % number, queue_id=number % 4) for number in range(1_000)]
     answers = [wire.answer_to(opaque) for opaque in opaques]
     assert all(answer.code == 0 for answer in answers)
     for queue in range(4):
-        mine = [int(a.ext["queueOffset"]) for a in answers if a.ext["queueId"] == str(queue)]
-        assert mine == list(range(250))
-    by_place = {(r["queue_id"], r["queue_offset"]): r["body"] for r in rows(node)}
-    for n, answer in enumerate(answers):
-        assert by_place[int(answer.ext["queueId"]), int(answer.ext["queueOffset"])] == b"%d" % n
+        offsets = [
+            int(answer.ext["queueOffset"]) for answer in answers if answer.ext["queueId"] == str(queue)
+        ]
+        assert offsets == list(range(250))
+    bodies = {(row["queue_id"], row["queue_offset"]): row["body"] for row in rows(node)}
+    for number, answer in enumerate(answers):
+        assert bodies[int(answer.ext["queueId"]), int(answer.ext["queueOffset"])] == b"%d" % number
 
 
 def test_a_one_way_send_is_stored_and_not_answered(node: RunningNode, wire: Wire) -> None:
-    fields = {"a": "g", "b": "orders", "c": "TBW102", "d": 4, "e": 0, "i": ""}
-    wire.send(V2, b"quiet", one_way=True, **fields)
-    assert sent(wire, b"loud").code == 0
-    assert not wire._answers
-    assert [row["body"] for row in rows(node)] == [b"quiet", b"loud"]
+    send(wire, b"one-way", one_way=True)
+    assert sent(wire, b"two-way").code == 0
+    assert not wire._answers, "the only answer was that of the second send"
+    assert [row["body"] for row in rows(node)] == [b"one-way", b"two-way"]
 
 
 @pytest.mark.parametrize(
-    ("more", "code"),
+    ("fields", "code"),
     [
         ({"topic": "SCHEDULE_TOPIC_XXXX"}, ResponseCode.NO_PERMISSION),
         ({"topic": "rmq_sys_wheel_timer"}, ResponseCode.NO_PERMISSION),
         ({"topic": "RMQ_SYS_TRANS_HALF_TOPIC"}, ResponseCode.NO_PERMISSION),
         ({"topic": "../../etc/passwd"}, ResponseCode.INVALID_PARAMETER),
         ({"topic": "x" * 128}, ResponseCode.INVALID_PARAMETER),
-        ({"e": 99}, ResponseCode.INVALID_PARAMETER),
+        ({"queue_id": 99}, ResponseCode.INVALID_PARAMETER),
         ({"properties": {"x": "y" * 32_768}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"TAGS": "y" * 256}}, ResponseCode.MESSAGE_ILLEGAL),
         ({"properties": {"KEYS": "k " * limits.KEYS_PER_MESSAGE_MAX + "k"}}, ResponseCode.MESSAGE_ILLEGAL),
@@ -118,15 +142,16 @@ def test_a_one_way_send_is_stored_and_not_answered(node: RunningNode, wire: Wire
         ({"properties": {"TIMING": "8:00"}}, ResponseCode.MESSAGE_ILLEGAL),
     ],
 )
-def test_an_invalid_send_is_refused_and_others_are_accepted(
-    node: RunningNode, wire: Wire, more: dict[str, object], code: int
+def test_an_invalid_send_is_refused_and_the_sends_around_it_are_accepted(
+    node: RunningNode, wire: Wire, fields: dict[str, Any], code: int
 ) -> None:
-    before, bad, after = send(wire), send(wire, **more), send(wire)
-    answer = wire.answer_to(bad)
+    before, invalid, after = send(wire), send(wire, **fields), send(wire)
+    answer = wire.answer_to(invalid)
     assert (answer.code, bool(answer.remark)) == (code, True)
     assert wire.answer_to(before).code == wire.answer_to(after).code == 0
     assert len(rows(node)) == 2
-    assert {topic.name for topic in node.broker.tables.topics.all()} <= {"orders", "SCHEDULE_TOPIC_XXXX"}
+    topics = {topic.name for topic in node.broker.tables.topics.all()}
+    assert topics <= {"orders", "SCHEDULE_TOPIC_XXXX"}, "the refused send has created no topic"
 
 
 def test_a_body_that_is_too_large_is_refused(wire: Wire) -> None:
@@ -136,42 +161,53 @@ def test_a_body_that_is_too_large_is_refused(wire: Wire) -> None:
     assert sent(wire, bytes(4 * 1024 * 1024)).code == 0
 
 
-def test_no_topic_is_created_if_this_is_disabled(node: RunningNode, wire: Wire) -> None:
+def test_without_automatic_topics_a_send_to_an_unknown_topic_is_refused(
+    node: RunningNode, wire: Wire
+) -> None:
     object.__setattr__(node.broker.settings, "auto_create_topics", False)
     assert sent(wire).code == ResponseCode.TOPIC_NOT_EXIST
+    assert "orders" not in node.broker.topics()
 
 
-def test_a_batch_has_one_answer_and_consecutive_offsets(node: RunningNode, wire: Wire) -> None:
+def sent_batch(wire: Wire, records: list[BatchRecord] | bytes, **fields: object) -> Command:
+    """Send a batch in one request, and return its answer."""
+    body = records if isinstance(records, bytes) else encode_batch(records)
+    return sent(wire, body, code=BATCH, batch=True, **fields)
+
+
+def test_a_batch_has_one_answer_with_all_ids_in_order(node: RunningNode, wire: Wire) -> None:
     records = [
-        BatchRecord(0, b"%d" % n, encode_properties({"UNIQ_KEY": f"K{n}", "TAGS": "AB"[n % 2]}))
-        for n in range(5)
+        BatchRecord(0, b"%d" % number, encode_properties({"UNIQ_KEY": f"K{number}", "TAGS": tag}))
+        for number, tag in enumerate("ABABA")
     ]
-    answer = wire.answer_to(send(wire, encode_batch(records), code=BATCH, m=True, e=1))
+    answer = sent_batch(wire, records, queue_id=1)
     assert (answer.code, answer.ext["queueId"], answer.ext["queueOffset"]) == (0, "1", "0")
     assert answer.ext["transactionId"] == "K0,K1,K2,K3,K4"
     seqs = [parse_offset_msg_id(text)[1] for text in answer.ext["msgId"].split(",")]
-    result = rows(node)
-    assert [row["seq"] for row in result] == seqs
-    assert [(row["body"], row["tag"]) for row in result] == [(b"%d" % n, "AB"[n % 2]) for n in range(5)]
+    stored = rows(node)
+    assert [(row["seq"], row["queue_offset"]) for row in stored] == list(zip(seqs, range(5), strict=True))
+    assert [row["body"] for row in stored] == [b"0", b"1", b"2", b"3", b"4"]
+    assert [row["tag"] for row in stored] == list("ABABA")
 
 
-def test_a_batch_is_in_one_queue_and_batches_take_turns(node: RunningNode, wire: Wire) -> None:
-    body = encode_batch([BatchRecord(0, b"%d" % n, "") for n in range(6)])
-    answers = [wire.answer_to(send(wire, body, code=BATCH, m=True, e=-1, d=4)) for _ in range(3)]
+def test_a_batch_without_a_queue_is_in_one_queue_and_the_next_batch_in_another(
+    node: RunningNode, wire: Wire
+) -> None:
+    records = [BatchRecord(0, b"%d" % number, "") for number in range(6)]
+    answers = [sent_batch(wire, records, queue_id=-1, default_queues=4) for _ in range(3)]
     assert [answer.code for answer in answers] == [0, 0, 0]
-    assert len({answer.ext["queueId"] for answer in answers}) == 3, "batches go round"
-    for queue, (low, high) in node.broker.queues("orders").items():
-        here = [answer for answer in answers if answer.ext["queueId"] == str(queue)]
-        assert high - low == 6 * len(here)
+    queue_ids = [int(answer.ext["queueId"]) for answer in answers]
+    assert len(set(queue_ids)) == 3, "the queues take turns"
+    for queue_id, (low, high) in node.broker.queues("orders").items():
+        assert high - low == 6 * queue_ids.count(queue_id)
 
 
 def test_a_batch_with_too_many_messages_is_refused(wire: Wire) -> None:
-    body = encode_batch([BatchRecord(0, b"", "")] * 8_193)
-    answer = wire.answer_to(send(wire, body, code=BATCH, m=True))
+    answer = sent_batch(wire, [BatchRecord(0, b"", "")] * 8_193)
     assert (answer.code, "8192" in str(answer.remark)) == (ResponseCode.MESSAGE_ILLEGAL, True)
 
 
-LATER = [
+DELAYS = [
     {"DELAY": "1"}, {"DELAY": "999"}, {"TIMER_DELAY_SEC": "5"}, {"TIMER_DELAY_MS": "5000"}, {"TIMER_DELAY_MS": "0"},
     {"TIMER_DELIVER_MS": "1000"}, {"TIMER_DELIVER_MS": "4000000000000"}, {"TIMING": "08:00:00"},
     {"__STARTDELIVERTIME": "4000000000000"}, {"DELAY": "0", "TIMER_DELAY_SEC": "5"}, {"TIMER_DELAY_SEC": "soon"},
@@ -179,39 +215,45 @@ LATER = [
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-@pytest.mark.parametrize("of_all", [True, False])
-def test_a_batch_with_a_delayed_message_is_refused(
-    node: RunningNode, of_all: bool, serialisation: int
-) -> None:
-    """A delay in one message, or in the properties of the MessageBatch itself."""
+@pytest.mark.parametrize("is_of_batch", [True, False], ids=["of the batch", "of one message"])
+def test_a_batch_with_a_delay_is_refused(node: RunningNode, is_of_batch: bool, serialisation: int) -> None:
+    """The delay is in the properties of the MessageBatch itself, or in those of one of its messages."""
     first, second = "UNIQ_KEY\x01A\x02", "UNIQ_KEY\x01B\x02"
     with Wire.to(node, serialisation) as wire:
-        for property in LATER:
-            later = encode_properties({"WAIT": "true", **property})
-            body = encode_batch(
-                [BatchRecord(0, b"a", first), BatchRecord(0, b"b", second if of_all else second + later)]
-            )
-            more = {"i": later} if of_all else {}
-            answer = wire.answer_to(send(wire, body, code=BATCH, m=True, e=1, **more))
-            assert answer.code == ResponseCode.MESSAGE_ILLEGAL, property
+        for delay in DELAYS:
+            delay_text = encode_properties({"WAIT": "true", **delay})
+            if is_of_batch:
+                records = [BatchRecord(0, b"a", first), BatchRecord(0, b"b", second)]
+                answer = sent_batch(wire, records, queue_id=1, properties_text=delay_text)
+            else:
+                records = [BatchRecord(0, b"a", first), BatchRecord(0, b"b", second + delay_text)]
+                answer = sent_batch(wire, records, queue_id=1)
+            assert answer.code == ResponseCode.MESSAGE_ILLEGAL, delay
     assert rows(node) == []
 
 
-def test_a_batch_without_delays_is_accepted(node: RunningNode, wire: Wire) -> None:
-    for property in ({"DELAY": "0"}, {"DELAY": "-1"}, {"TIMER_OUT_MS": "5", "TIMER_DELAY_SEC": "5"}):
-        text = encode_properties({"UNIQ_KEY": "A", **property})
-        body = encode_batch([BatchRecord(0, b"a", text)])
-        assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1, i=text)).code == 0
+def test_a_batch_with_delay_properties_without_effect_is_accepted(node: RunningNode, wire: Wire) -> None:
+    for properties in ({"DELAY": "0"}, {"DELAY": "-1"}, {"TIMER_OUT_MS": "5", "TIMER_DELAY_SEC": "5"}):
+        text = encode_properties({"UNIQ_KEY": "A", **properties})
+        answer = sent_batch(wire, [BatchRecord(0, b"a", text)], queue_id=1, properties_text=text)
+        assert answer.code == 0, properties
     assert len(rows(node)) == 3
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00", b"\x00\x00\x00\x20" + bytes(40)])
 def test_an_invalid_batch_is_refused(wire: Wire, body: bytes) -> None:
-    assert wire.answer_to(send(wire, body, code=BATCH, m=True)).code == ResponseCode.MESSAGE_ILLEGAL
+    assert sent_batch(wire, body).code == ResponseCode.MESSAGE_ILLEGAL
+
+
+def only_scheduled_row(node: RunningNode) -> dict[str, Any]:
+    """Return the only row of the log with a due time."""
+    batches = node.broker.read_log(1, 1 << 60)
+    [row] = [row for batch in batches for row in batch.to_pylist() if row["due_ms"]]
+    return dict(row)
 
 
 @pytest.mark.parametrize("name", ["TIMER_DELIVER_MS", "__STARTDELIVERTIME"])
-def test_a_message_with_a_due_time_is_pending_and_can_be_recalled(
+def test_a_message_with_a_due_time_is_not_visible_and_gets_a_recall_handle(
     node: RunningNode, wire: Wire, name: str
 ) -> None:
     due_ms = node.broker.clock.now_ms() + 3_600_000
@@ -219,43 +261,52 @@ def test_a_message_with_a_due_time_is_pending_and_can_be_recalled(
     assert answer.code == 0
     assert answer.ext["recallHandle"]
     assert rows(node) == []
-    [scheduled_row] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
-    assert scheduled_row["due_ms"] == due_ms
+    assert only_scheduled_row(node)["due_ms"] == due_ms
 
 
-@pytest.mark.parametrize(("hours", "zone"), [(0, ""), (9, " Asia/Tokyo"), (9, "+09:00")])
-def test_a_message_with_a_time_of_day_is_due_at_its_next_occurrence(
-    node: RunningNode, wire: Wire, hours: int, zone: str
+@pytest.mark.parametrize(("utc_offset_hours", "zone_text"), [(0, ""), (9, " Asia/Tokyo"), (9, "+09:00")])
+def test_a_message_with_a_time_of_day_is_due_when_that_zone_shows_it_next(
+    node: RunningNode, wire: Wire, utc_offset_hours: int, zone_text: str
 ) -> None:
-    clock_there = timezone(timedelta(hours=hours))  # the broker's own is UTC
-    wall = datetime.fromtimestamp(node.broker.clock.now_ms() // 1000 + 3_600, clock_there)
-    text = f"{wall:%H:%M:%S}{zone}"
+    zone = timezone(timedelta(hours=utc_offset_hours))
+    in_an_hour = datetime.fromtimestamp(node.broker.clock.now_ms() // 1000 + 3_600, zone)
+    text = f"{in_an_hour:%H:%M:%S}{zone_text}"
     assert sent(wire, properties={"TIMING": text}).ext["recallHandle"]
-    [scheduled_row] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
-    assert scheduled_row["due_ms"] == round(wall.timestamp() * 1000)
-    assert f"TIMING\x01{text}\x02" in scheduled_row["properties"]
+    row = only_scheduled_row(node)
+    assert row["due_ms"] == round(in_an_hour.timestamp() * 1000)
+    assert f"TIMING\x01{text}\x02" in row["properties"]
 
 
 @pytest.mark.parametrize("delay_properties", [""])
-def test_user_properties_do_not_delay_unless_enabled(node: RunningNode, wire: Wire) -> None:
-    texts = [{"TIMING": "08:00:00"}, {"TIMING": "at noon"}, {"__STARTDELIVERTIME": "4000000000000"}]
-    for properties in texts:
+def test_user_delay_properties_that_are_not_enabled_are_ordinary_properties(
+    node: RunningNode, wire: Wire
+) -> None:
+    """With any text: an application may use these names for other purposes."""
+    properties_list = [
+        {"TIMING": "08:00:00"}, {"TIMING": "at noon"}, {"__STARTDELIVERTIME": "4000000000000"},
+    ]  # fmt: skip
+    for properties in properties_list:
         answer = sent(wire, properties=properties)
         assert (answer.code, "recallHandle" in answer.ext) == (0, False)
-    body = encode_batch(
-        [BatchRecord(0, b"a", encode_properties({"UNIQ_KEY": "A", **each})) for each in texts]
-    )
-    assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1)).code == 0
-    kept = [decode_properties(str(row["properties"])) for row in rows(node)]
-    assert len(kept) == 6
-    for properties in texts:
-        assert sum(properties.items() <= each.items() for each in kept) == 2
+    records = [
+        BatchRecord(0, b"a", encode_properties({"UNIQ_KEY": "A", **properties}))
+        for properties in properties_list
+    ]
+    assert sent_batch(wire, records, queue_id=1).code == 0
+    stored = [decode_properties(str(row["properties"])) for row in rows(node)]
+    assert len(stored) == 6
+    for properties in properties_list:
+        assert sum(properties.items() <= each.items() for each in stored) == 2, (
+            "once alone, once in the batch"
+        )
 
 
-def test_a_retried_message_is_delayed_only_by_its_level(node: RunningNode, wire: Wire) -> None:
+def test_user_delay_properties_do_not_delay_a_dead_letter(node: RunningNode, wire: Wire) -> None:
+    """The properties applied to the first delivery of the message. The 17th attempt of 16 makes it a dead letter."""
     wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {"groupName": "g"})
-    later = {"TIMING": "08:00:00", "__STARTDELIVERTIME": "4000000000000"}
-    assert sent(wire, topic="%RETRY%g", properties=later, j=17, l=16, e=0).code == 0
+    properties = {"TIMING": "08:00:00", "__STARTDELIVERTIME": "4000000000000"}
+    answer = sent(wire, topic="%RETRY%g", properties=properties, reconsume_times=17, max_reconsume_times=16)
+    assert answer.code == 0
     assert [row["body"] for row in rows(node, "%DLQ%g")] == [b"body"]
 
 
@@ -265,24 +316,37 @@ def test_a_due_time_in_the_past_is_due_at_once(node: RunningNode, wire: Wire) ->
     eventually(lambda: len(rows(node)) == 1, "it is delivered")
 
 
-def test_a_priority_selects_the_queue(node: RunningNode, wire: Wire) -> None:
-    """As in RocketMQ 5.5: priority 0 is queue 0, and priorities above the last queue go to the last queue."""
+def test_a_priority_selects_the_queue_of_its_number_or_the_last_queue(node: RunningNode, wire: Wire) -> None:
+    """As in RocketMQ 5.5. The queue in the request does not count."""
     for priority, queue in [("0", "0"), ("2", "2"), ("3", "3"), ("99", "3")]:
-        answer = sent(wire, e=1, d=4, properties={"_SYS_MSG_PRIORITY_": priority})
+        answer = sent(wire, queue_id=1, default_queues=4, properties={"_SYS_MSG_PRIORITY_": priority})
         assert (answer.code, answer.ext["queueId"]) == (0, queue)
-    for other in ({"__SHARDINGKEY": "k"}, {"_SYS_MSG_PRIORITY_": "-1"}, {"_SYS_MSG_PRIORITY_": "high"}):
-        answer = sent(wire, e=1, properties={"_SYS_MSG_PRIORITY_": "2", **other})
-        assert answer.ext["queueId"] == "1"
-    assert sorted(int(str(row["queue_id"])) for row in rows(node)) == [0, 1, 1, 1, 2, 3, 3]
+    assert sorted(int(str(row["queue_id"])) for row in rows(node)) == [0, 2, 3, 3]
 
 
-def test_a_lite_topic_is_refused(node: RunningNode, wire: Wire) -> None:
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"_SYS_MSG_PRIORITY_": "2", "__SHARDINGKEY": "k"},  # a FIFO message
+        {"_SYS_MSG_PRIORITY_": "-1"},
+        {"_SYS_MSG_PRIORITY_": "high"},
+    ],
+)
+def test_a_priority_that_is_invalid_or_of_another_type_of_message_is_ignored(
+    node: RunningNode, wire: Wire, properties: dict[str, str]
+) -> None:
+    answer = sent(wire, queue_id=1, default_queues=4, properties=properties)
+    assert (answer.code, answer.ext["queueId"]) == (0, "1")
+    assert [row["queue_id"] for row in rows(node)] == [1]
+
+
+def test_a_message_to_a_lite_topic_is_refused_alone_and_in_a_batch(node: RunningNode, wire: Wire) -> None:
     lite = {"UNIQ_KEY": "A", "__LITE_TOPIC": "of-one-chat"}
     answer = sent(wire, properties=lite)
     assert answer.code == ResponseCode.MESSAGE_ILLEGAL
     assert answer.remark == "'of-one-chat': Timeball has no lite topics; send to a topic"
-    body = encode_batch([BatchRecord(0, b"a", encode_properties(lite))])
-    assert wire.answer_to(send(wire, body, code=BATCH, m=True, e=1)).code == ResponseCode.MESSAGE_ILLEGAL
+    in_batch = sent_batch(wire, [BatchRecord(0, b"a", encode_properties(lite))], queue_id=1)
+    assert in_batch.code == ResponseCode.MESSAGE_ILLEGAL
     assert rows(node) == []
 
 
@@ -291,30 +355,33 @@ def test_a_lite_topic_is_refused(node: RunningNode, wire: Wire) -> None:
 KEYED = {"TIMER_DELAY_SEC": "3600", "TIMEBALL_UNIQUE_KEY": "order-17"}
 
 
-def test_a_unique_key_is_a_property(node: RunningNode, wire: Wire) -> None:
+def test_a_unique_key_in_use_refuses_the_send_or_keeps_or_replaces_the_pending_message(
+    node: RunningNode, wire: Wire
+) -> None:
     first = sent(wire, properties={**KEYED, "UNIQ_KEY": "FIRST", "KEYS": "k1"})
-    rejected = sent(wire, properties={**KEYED, "UNIQ_KEY": "SECOND"})
-    assert (
-        rejected.code == ResponseCode.MESSAGE_ILLEGAL
-        and "'FIRST' with the unique key 'order-17'" in rejected.remark
-    )
+    refused = sent(wire, properties={**KEYED, "UNIQ_KEY": "SECOND"})
+    assert refused.code == ResponseCode.MESSAGE_ILLEGAL
+    assert "'FIRST' with the unique key 'order-17'" in str(refused.remark)
     kept = sent(wire, properties={**KEYED, "UNIQ_KEY": "SECOND", "TIMEBALL_ON_PENDING": "keep"})
     for name in ("transactionId", "msgId", "recallHandle"):
-        assert kept.ext[name] == first.ext[name], name
+        assert kept.ext[name] == first.ext[name], f"{name}: the answer names the pending message"
     replaced = sent(wire, properties={**KEYED, "UNIQ_KEY": "THIRD", "TIMEBALL_ON_PENDING": "replace"})
     assert replaced.code == 0 and replaced.ext["transactionId"] == "THIRD"
     with node.client() as ball:
         assert [ball.get(name).state for name in ("FIRST", "THIRD")] == ["cancelled", "waiting"]
+        # The unique key is also a key by which messages are cancelled.
         assert ball.cancel(key="unique:order-17")[0].verdict == "cancelled"
         assert ball.cancel(key="k1")[0].verdict == "already_cancelled"
 
 
-def test_a_retry_of_a_message_with_a_unique_key_is_an_ordinary_send(node: RunningNode, wire: Wire) -> None:
+def test_the_unique_key_of_a_retried_message_has_no_effect(node: RunningNode, wire: Wire) -> None:
     sent(wire, properties=KEYED)
     wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, b'{"groupName":"readers"}')
-    again = {"UNIQ_KEY": "AGAIN", "TIMEBALL_UNIQUE_KEY": "order-17", "RETRY_TOPIC": "orders"}
-    assert sent(wire, topic="%RETRY%readers", j=1, properties=again).code == 0
-    assert node.broker.unique_sends.counts["created"] == 1
+    retried = {"UNIQ_KEY": "AGAIN", "TIMEBALL_UNIQUE_KEY": "order-17", "RETRY_TOPIC": "orders"}
+    assert sent(wire, topic="%RETRY%readers", reconsume_times=1, properties=retried).code == 0
+    assert node.broker.unique_sends.counts["created"] == 1, (
+        "only the first message was sent with its unique key"
+    )
 
 
 @pytest.mark.parametrize(
@@ -326,13 +393,13 @@ def test_a_retry_of_a_message_with_a_unique_key_is_an_ordinary_send(node: Runnin
         {"TIMEBALL_ON_PENDING": "keep"},
     ],
 )
-def test_a_bad_unique_key_is_refused(wire: Wire, properties: dict[str, str]) -> None:
+def test_an_invalid_unique_key_is_refused(wire: Wire, properties: dict[str, str]) -> None:
     assert sent(wire, properties=properties).code == ResponseCode.MESSAGE_ILLEGAL
 
 
-def test_half_messages_and_batches_have_no_unique_keys(wire: Wire) -> None:
-    half = sent(wire, f=4, properties={**KEYED, "PGROUP": "producers", "TRAN_MSG": "true"})
-    assert half.code == ResponseCode.MESSAGE_ILLEGAL and "transaction" in half.remark
-    record = BatchRecord(0, b"x", encode_properties({"UNIQ_KEY": "A", **KEYED}))
-    refused = sent(wire, encode_batch([record]), code=BATCH, m=True)
-    assert refused.code == ResponseCode.MESSAGE_ILLEGAL and "one by one" in refused.remark
+def test_a_half_message_or_a_batch_with_a_unique_key_is_refused(wire: Wire) -> None:
+    half_properties = {**KEYED, "PGROUP": "producers", "TRAN_MSG": "true"}
+    half = sent(wire, sys_flag=int(MessageFlag.TRANSACTION_PREPARED), properties=half_properties)
+    assert half.code == ResponseCode.MESSAGE_ILLEGAL and "transaction" in str(half.remark)
+    in_batch = sent_batch(wire, [BatchRecord(0, b"x", encode_properties({"UNIQ_KEY": "A", **KEYED}))])
+    assert in_batch.code == ResponseCode.MESSAGE_ILLEGAL and "one by one" in str(in_batch.remark)

@@ -8,12 +8,13 @@ import pytest
 from benchmarks.stored_message import StoredMessage, decode_stored
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
+from tests.edges.remoting.handlers.test_sends import sent
 from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.broker import transacting
-from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON, Command
 from timeball.edges.remoting.codec.records import parse_offset_msg_id
 from timeball.edges.remoting.connection import Member
@@ -24,23 +25,28 @@ from timeball.model.errors import InvalidMessage
 from timeball.model.message import Kind, decode_properties, encode_properties
 
 END, CHECK = RequestCode.END_TRANSACTION, RequestCode.CHECK_TRANSACTION_STATE
-UNKNOWN, COMMIT, ROLLBACK = 0, 8, 12
-USERS = {"TRAN_MSG": "true", "PGROUP": "payers", "UNIQ_KEY": "A17"}
+UNKNOWN, COMMIT, ROLLBACK = 0, 8, 12  # values of commitOrRollback
+PREPARED, TYPE_BITS = 4, 12  # of the sysFlag of a message
+HALF_PROPERTIES = {"TRAN_MSG": "true", "PGROUP": "payers", "UNIQ_KEY": "A17"}
 
 
 async def prepare(world: World, **more: str) -> int:
-    properties = {**USERS, **more}
+    """Store a half message with more properties, and return its sequence number."""
+    properties = {**HALF_PROPERTIES, **more}
     accepted, durable = world.broker.prepare_nowait(
-        batch(1, properties=[encode_properties(properties)], unique_key=["A17"], sys_flag=[4])
+        batch(1, properties=[encode_properties(properties)], unique_key=["A17"], sys_flag=[PREPARED])
     )
     await durable
     return int(accepted.first_seq)
 
 
-async def end(handler: Transactions, seq: int, how: int, group: str = "payers") -> tuple[int, str | None]:
+async def end(
+    handler: Transactions, seq: int, resolution: int, group: str = "payers"
+) -> tuple[int, str | None]:
+    """End a transaction, and return code and remark of the answer."""
     pair = await Pair.create()
     answer = await pair.ask(
-        handler.handlers, END, producerGroup=group, commitLogOffset=seq, commitOrRollback=how,
+        handler.handlers, END, producerGroup=group, commitLogOffset=seq, commitOrRollback=resolution,
         tranStateTableOffset=0, fromTransactionCheck=False, msgId="A17", transactionId="A17",
     )  # fmt: skip
     pair.close()
@@ -49,34 +55,35 @@ async def end(handler: Transactions, seq: int, how: int, group: str = "payers") 
 
 async def bodies(world: World) -> list[bytes]:
     """Return the bodies of all visible messages."""
-    shown = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE, Kind.RELEASE])
-    return [body for rows in shown for body in rows.column("body").to_pylist()]
+    batches = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE, Kind.RELEASE])
+    return [body for rows in batches for body in rows.column("body").to_pylist()]
 
 
 def test_a_half_message_with_a_long_group_name_is_refused() -> None:
     """Hundreds of thousands of half messages may be open, each in memory with the name of its group."""
-    name = "g" * limits.GROUP_BYTES_MAX
-    assert decode_properties(add_half_properties("", name))["PGROUP"] == name
-    for properties, group in (("", name + "g"), (encode_properties({"PGROUP": name + "g"}), "g")):
+    longest = "g" * limits.GROUP_BYTES_MAX
+    assert decode_properties(add_half_properties("", longest))["PGROUP"] == longest
+    too_long = longest + "g"
+    for properties, group in (("", too_long), (encode_properties({"PGROUP": too_long}), "g")):
         with pytest.raises(InvalidMessage, match="at most 120"):
             add_half_properties(properties, group)
 
 
-# ---- ends -------------------------------------------------------------------------------------------------
+# ---- END_TRANSACTION --------------------------------------------------------------------------------------
 
 
 @on_node()
 async def test_a_half_message_is_committed_rolled_back_or_left_open(world: World) -> None:
     handler = Transactions(context_of(world.broker))
-    seqs = [await prepare(world) for _ in range(3)]
-    for seq, how in zip(seqs, (COMMIT, ROLLBACK, UNKNOWN), strict=True):
-        assert await end(handler, seq, how) == (ResponseCode.SUCCESS, None)
+    committed, rolled_back, unknown = [await prepare(world) for _ in range(3)]
+    for seq, resolution in ((committed, COMMIT), (rolled_back, ROLLBACK), (unknown, UNKNOWN)):
+        assert await end(handler, seq, resolution) == (ResponseCode.SUCCESS, None)
     assert len(await bodies(world)) == 1
-    assert world.broker.transactions.open() == [(seqs[2], 0)]
+    assert world.broker.transactions.open() == [(unknown, 0)]
 
 
 @on_node()
-async def test_a_commit_is_repeated_but_not_reversed(world: World) -> None:
+async def test_a_repeated_commit_succeeds_and_a_rollback_after_it_is_refused(world: World) -> None:
     handler, seq = Transactions(context_of(world.broker)), await prepare(world)
     assert await end(handler, seq, COMMIT) == await end(handler, seq, COMMIT) == (ResponseCode.SUCCESS, None)
     assert await end(handler, seq, ROLLBACK) == (
@@ -87,73 +94,74 @@ async def test_a_commit_is_repeated_but_not_reversed(world: World) -> None:
 
 
 @on_node()
-async def test_ending_an_unknown_or_foreign_transaction_is_refused(world: World) -> None:
-    handler, seq = Transactions(context_of(world.broker)), await prepare(world)
-    for number, group in ((seq, "thieves"), (seq + 1, "payers"), (-1, "payers")):
-        code, remark = await end(handler, number, COMMIT, group)
+async def test_ending_an_unknown_transaction_or_one_of_another_group_is_refused(world: World) -> None:
+    handler, half_seq = Transactions(context_of(world.broker)), await prepare(world)
+    for seq, group in ((half_seq, "thieves"), (half_seq + 1, "payers"), (-1, "payers")):
+        code, remark = await end(handler, seq, COMMIT, group)
         assert code == ResponseCode.SYSTEM_ERROR and remark is not None
-        assert remark.startswith(f"Find prepared transaction message failed: {number} of group")
+        assert remark.startswith(f"Find prepared transaction message failed: {seq} of group")
     assert await bodies(world) == []
 
 
 @pytest.mark.parametrize(
-    ("properties", "wait_ms"),
+    ("properties", "delay_ms"),
     [
         ({"DELAY": "2"}, 5_000),
         ({"TIMER_DELAY_MS": "700"}, 700),
         ({"TIMER_DELAY_SEC": "3"}, 3_000),
-        # A second after it was prepared, at 22:13:20; that is over when it is committed.
+        # The half message is stored at 22:13:20, and committed an hour later. So it is due on the next day.
         ({"TIMING": "22:13:21"}, 23 * limits.HOUR_MS + 1_000),
     ],
 )
 @on_node(delay_properties="TIMING")
-async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str, str], wait_ms: int) -> None:
+async def test_the_delay_of_a_half_message_begins_with_its_commit(
+    world: World, properties: dict[str, str], delay_ms: int
+) -> None:
     handler, seq = Transactions(context_of(world.broker)), await prepare(world, **properties)
     await world.advance(limits.HOUR_MS)
     assert await end(handler, seq, COMMIT) == (ResponseCode.SUCCESS, None)
-    await world.advance(wait_ms - 1)
+    await world.advance(delay_ms - 1)
     assert await bodies(world) == []
     await world.advance(1)
     await world.until(lambda: sum(high for _, high in world.broker.queues("orders").values()), "the release")
     assert await bodies(world) == [b"body"]
-    read = world.broker.read_log(
-        1, world.broker.log.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE]
-    )
-    half, moved, release = (row for rows in read for row in rows.to_pylist())
+    kinds = [Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE]
+    batches = world.broker.read_log(1, world.broker.log.reader.next_seq, kinds)
+    half, moved, release = (row for rows in batches for row in rows.to_pylist())
     assert (half["seq"], moved["source_seq"]) == (seq, seq)
     assert (release["topic"], release["source_seq"], release["version_seq"]) == ("orders", seq, moved["seq"])
 
 
 @on_node()
-async def test_a_header_without_its_fields_is_refused(world: World) -> None:
+async def test_an_end_without_a_sequence_number_is_refused(world: World) -> None:
     pair = await Pair.create()
     answer = await pair.ask(Transactions(context_of(world.broker)).handlers, END, producerGroup="payers")
     pair.close()
     assert answer.code == ResponseCode.INVALID_PARAMETER
 
 
-def test_a_half_message_names_its_producer_group() -> None:
-    whole = encode_properties(USERS)
-    assert decode_properties(add_half_properties(whole, "others")) == {
-        **USERS,
-        "__transactionId__": USERS["UNIQ_KEY"],
-    }
-    assert add_half_properties(add_half_properties(whole, "others"), "others") == add_half_properties(
-        whole, "others"
+def test_a_half_message_gets_its_transaction_id_and_the_producer_group_that_it_lacks() -> None:
+    properties = encode_properties(HALF_PROPERTIES)
+    completed = add_half_properties(properties, "others")
+    assert decode_properties(completed) == {**HALF_PROPERTIES, "__transactionId__": "A17"}, (
+        "the group in the properties counts, not that in the header"
     )
+    assert add_half_properties(completed, "others") == completed
     assert decode_properties(add_half_properties("", "payers")) == {"TRAN_MSG": "true", "PGROUP": "payers"}
     assert decode_properties(add_half_properties("", None))["PGROUP"] == ""
 
 
-# ---- checks -----------------------------------------------------------------------------------------------
+# ---- checks with the producer -----------------------------------------------------------------------------
 
 
-async def run_checks(world: World, ms: int) -> None:
-    world.clock.advance(ms)
+async def run_checks(world: World, after_ms: int) -> None:
+    """Advance the clock, and run the checks that are due then."""
+    world.clock.advance(after_ms)
     await world.broker.transaction_checks.ask_due()
 
 
-async def producer(handler: Transactions) -> Pair:
+async def connect_producer(handler: Transactions) -> Pair:
+    """Connect a producer of the group of the half messages."""
     pair = await Pair.create()
     handler._context.sessions.beat(Member(pair.connection, "me"), "me", ["payers"], (), 0)
     return pair
@@ -162,19 +170,19 @@ async def producer(handler: Transactions) -> Pair:
 @on_node()
 async def test_a_check_pushes_the_half_message_to_a_producer_of_the_group(world: World) -> None:
     handler, seq = Transactions(context_of(world.broker)), await prepare(world, KEYS="k")
-    pair = await producer(handler)
+    pair = await connect_producer(handler)
     await run_checks(world, limits.TRANSACTION_FIRST_CHECK_MS)
-    asked = await pair.read()
-    assert (asked.code, asked.is_one_way) == (CHECK, True)
-    host, number = parse_offset_msg_id(asked.ext["offsetMsgId"])
-    assert (host.port, number) == (10911, seq)
-    assert asked.ext["commitLogOffset"] == str(seq)
-    assert asked.ext["msgId"] == asked.ext["transactionId"] == "A17"
-    [message] = decode_stored(asked.body)
-    assert (message.topic, message.body, message.sys_flag & 12) == ("orders", b"body", 4)
+    check = await pair.read()
+    assert (check.code, check.is_one_way) == (CHECK, True)
+    host, seq_in_id = parse_offset_msg_id(check.ext["offsetMsgId"])
+    assert (host.port, seq_in_id) == (10911, seq)
+    assert check.ext["commitLogOffset"] == str(seq)
+    assert check.ext["msgId"] == check.ext["transactionId"] == "A17"
+    [message] = decode_stored(check.body)
+    assert (message.topic, message.body, message.sys_flag & TYPE_BITS) == ("orders", b"body", PREPARED)
     assert (message.seq, message.queue_offset) == (seq, 0)
     assert message.properties == {
-        **USERS,
+        **HALF_PROPERTIES,
         "KEYS": "k",
         "TRANSACTION_CHECK_TIMES": "1",
         "__transactionId__": "A17",
@@ -184,9 +192,9 @@ async def test_a_check_pushes_the_half_message_to_a_producer_of_the_group(world:
 
 
 @on_node()
-async def test_a_half_message_is_discarded_after_fifteen_checks(world: World) -> None:
+async def test_a_half_message_is_rolled_back_after_fifteen_checks(world: World) -> None:
     handler, seq = Transactions(context_of(world.broker)), await prepare(world)
-    pair = await producer(handler)
+    pair = await connect_producer(handler)
     for number in range(limits.TRANSACTION_CHECKS_MAX):
         await run_checks(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
         [message] = decode_stored((await pair.read()).body)
@@ -203,7 +211,10 @@ async def test_a_half_message_is_discarded_after_fifteen_checks(world: World) ->
 
 
 @on_node()
-async def test_a_check_without_producer_is_not_counted_before_the_retention_time(world: World) -> None:
+async def test_a_half_message_without_a_connected_producer_stays_open_for_the_retention_time(
+    world: World,
+) -> None:
+    """No check is counted, because none is sent."""
     Transactions(context_of(world.broker))
     seq = await prepare(world)
     for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
@@ -214,86 +225,93 @@ async def test_a_check_without_producer_is_not_counted_before_the_retention_time
 
 
 @on_node()
-async def test_the_bytes_of_checks_at_one_time_are_limited(
+async def test_checks_that_exceed_the_bytes_of_one_round_are_sent_in_the_next_rounds(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler = Transactions(context_of(world.broker))
-    pair = await producer(handler)
+    pair = await connect_producer(handler)
     seqs = {await prepare(world) for _ in range(5)}
-    monkeypatch.setattr(transacting, "BYTES_PER_LOOK", 1)
-    for at in range(5):
-        assert sum(checks for _, checks in world.broker.transactions.open()) == at
-        await run_checks(world, limits.TRANSACTION_FIRST_CHECK_MS if at == 0 else 0)
+    monkeypatch.setattr(transacting, "BYTES_PER_LOOK", 1)  # so a round sends one check
+    world.clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
+    for round_number in range(5):
+        assert sum(checks for _, checks in world.broker.transactions.open()) == round_number
+        await run_checks(world, 0)
     assert {int((await pair.read()).ext["commitLogOffset"]) for _ in seqs} == seqs
     pair.close()
 
 
-# ---- over the wire ------------------------------------------------------------------------------------------
+# ---- over a real connection ---------------------------------------------------------------------------------
 
 
-def send_half(wire: Wire, *, topic: str = "orders", **more: str) -> Command:
+def send_half(wire: Wire, **more: str) -> Command:
+    """Send a half message with more properties to queue 1, and return the answer to it."""
     properties = {"UNIQ_KEY": "AB" * 16, "TRAN_MSG": "true", "PGROUP": "payers", **more}
-    return wire.ask_ok(
-        RequestCode.SEND_MESSAGE_V2, b"pay", a="payers", b=topic, c="TBW102", d=4, e=1, f=4, g=1, h=0,
-        i=encode_properties(properties), j=0, k=False, m=False,
-    )  # fmt: skip
+    return sent(wire, b"pay", group="payers", queue_id=1, sys_flag=PREPARED, properties=properties)
 
 
-def end_of(wire: Wire, answer: Command, how: int) -> None:
-    """Send END_TRANSACTION one-way, as Java's client does."""
+def send_end(wire: Wire, answer: Command, resolution: int) -> None:
+    """End the transaction of the half message with this answer, by a one-way request, as Java's client does."""
     _, seq = parse_offset_msg_id(answer.ext["msgId"])
     wire.send(
         END, one_way=True, producerGroup="payers", tranStateTableOffset=answer.ext["queueOffset"],
-        commitLogOffset=seq, commitOrRollback=how, fromTransactionCheck=False, msgId="AB" * 16,
+        commitLogOffset=seq, commitOrRollback=resolution, fromTransactionCheck=False, msgId="AB" * 16,
         transactionId=answer.ext["transactionId"],
     )  # fmt: skip
 
 
-def pulled(wire: Wire, topic: str = "orders") -> list[StoredMessage]:
+def pulled(wire: Wire) -> list[StoredMessage]:
+    """Pull the messages of queue 1. If there are none, wait for one up to 15 s."""
+    flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
     answer = wire.ask(
-        RequestCode.PULL_MESSAGE, consumerGroup="readers", topic=topic, queueId=1, queueOffset=0, maxMsgNums=32,
-        sysFlag=6, commitOffset=0, suspendTimeoutMillis=15_000, subscription="*", subVersion=0,
+        RequestCode.PULL_MESSAGE, consumerGroup="readers", topic="orders", queueId=1, queueOffset=0, maxMsgNums=32,
+        sysFlag=int(flags), commitOffset=0, suspendTimeoutMillis=15_000, subscription="*", subVersion=0,
     )  # fmt: skip
     return decode_stored(answer.body) if answer.code == ResponseCode.SUCCESS else []
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_a_transaction_from_send_to_pull(node: RunningNode, serialisation: int) -> None:
+def test_a_half_message_is_visible_after_its_commit_and_not_before(
+    node: RunningNode, serialisation: int
+) -> None:
     with Wire.to(node, serialisation) as wire:
         half = send_half(wire)
-        assert (half.ext["queueId"], half.ext["transactionId"]) == ("1", "AB" * 16)
-        assert "recallHandle" not in send_half(wire, TIMER_DELAY_SEC="9").ext
+        assert (half.code, half.ext["queueId"], half.ext["transactionId"]) == (0, "1", "AB" * 16)
         assert node.broker.queues("orders")[1] == (0, 0)
-        end_of(wire, half, COMMIT)
+        send_end(wire, half, COMMIT)
         [message] = pulled(wire)
-    assert (message.body, message.queue_id, message.sys_flag & 12) == (b"pay", 1, COMMIT)
+    assert (message.body, message.queue_id, message.sys_flag & TYPE_BITS) == (b"pay", 1, COMMIT)
     assert message.prepared_seq == parse_offset_msg_id(half.ext["msgId"])[1]
 
 
+def test_a_half_message_with_a_delay_has_no_recall_handle(wire: Wire) -> None:
+    """Its delay begins with the commit."""
+    answer = send_half(wire, TIMER_DELAY_SEC="9")
+    assert answer.code == ResponseCode.SUCCESS and "recallHandle" not in answer.ext
+
+
 def test_a_half_message_with_an_invalid_delay_is_refused(wire: Wire) -> None:
-    with pytest.raises(AssertionError, match="timer message illegal"):
-        send_half(wire, TIMER_DELAY_SEC="soon")
+    answer = send_half(wire, TIMER_DELAY_SEC="soon")
+    assert answer.code == ResponseCode.MESSAGE_ILLEGAL and "timer message illegal" in str(answer.remark)
 
 
-def test_a_check_reaches_the_producer_and_its_answer_ends_it(tmp_path: Path) -> None:
+def test_a_check_reaches_the_producer_and_its_answer_ends_the_transaction(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         half = send_half(wire)
         wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "me", "producerDataSet": [{"groupName": "payers"}]})
         clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
-        asked = wire.next_pushed()
-        assert (asked.code, asked.ext["commitLogOffset"]) == (
-            CHECK,
-            str(parse_offset_msg_id(half.ext["msgId"])[1]),
-        )
-        end_of(wire, half, COMMIT)
+        check = wire.next_pushed()
+        _, seq = parse_offset_msg_id(half.ext["msgId"])
+        assert (check.code, check.ext["commitLogOffset"]) == (CHECK, str(seq))
+        send_end(wire, half, COMMIT)
         assert [message.body for message in pulled(wire)] == [b"pay"]
+        assert node.broker.transactions.open() == []
 
 
 def test_an_open_transaction_survives_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         half = send_half(wire)
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
-        end_of(wire, half, COMMIT)
+        send_end(wire, half, COMMIT)
         assert [message.body for message in pulled(wire)] == [b"pay"]
         assert node.broker.transactions.open() == []

@@ -1,4 +1,4 @@
-"""Consumer groups as a tool configures, lists and deletes them, and connected clients."""
+"""Requests of tools about consumer groups: configuration, deletion, cloned offsets, and the connected clients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from tests.node_fixture import RunningNode
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 
-UPDATE, ALL = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG
-ONE, DELETE = RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG, RequestCode.DELETE_SUBSCRIPTIONGROUP
+UPDATE, GET_ALL = (
+    RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
+    RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG,
+)
+GET_ONE, DELETE = RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG, RequestCode.DELETE_SUBSCRIPTIONGROUP
 
-# What the stock tool of 5.3 sends for `updateSubGroup -g g -r 3 -q 2`.
+# `mqadmin` of RocketMQ 5.3 sends this body for `updateSubGroup -g g -r 3 -q 2`.
 JAVA_BODY = {
     "attributes": {}, "brokerId": 0, "consumeBroadcastEnable": False, "consumeEnable": True,
     "consumeFromMinEnable": False, "consumeMessageOrderly": False, "consumeTimeoutMinute": 15,
@@ -37,8 +40,8 @@ def test_a_created_group_has_its_configuration(node: RunningNode, wire: Wire) ->
         retry_max_times=3,
         retry_queue_nums=2,
     )
-    assert json_body(wire.ask_ok(ONE, group="g")) == msgspec.to_builtins(group)
-    listed = json_body(wire.ask_ok(ALL))
+    assert json_body(wire.ask_ok(GET_ONE, group="g")) == msgspec.to_builtins(group)
+    listed = json_body(wire.ask_ok(GET_ALL))
     assert listed["subscriptionGroupTable"] == {"g": msgspec.to_builtins(group)}
     assert listed["dataVersion"]["counter"] == 1
 
@@ -50,12 +53,12 @@ def test_null_or_absent_settings_have_defaults(node: RunningNode, wire: Wire) ->
     assert node.node.broker.tables.groups.get("g") == SubscriptionGroup("g")
 
 
-def test_attributes_are_changes_as_the_stock_tool_sends_them(node: RunningNode, wire: Wire) -> None:
+def test_the_attributes_of_a_request_change_only_the_named_attributes(node: RunningNode, wire: Wire) -> None:
     groups, name = node.node.broker.tables.groups, "timeball.max.per.key"
     wire.ask_ok(UPDATE, {**JAVA_BODY, "attributes": {f"+{name}": "2"}})
     assert groups.max_per_key("g") == 2
     wire.ask_ok(UPDATE, JAVA_BODY)
-    assert groups.max_per_key("g") == 2, "a change of something else keeps it"
+    assert groups.max_per_key("g") == 2, "the request has no attributes"
     wire.ask_ok(UPDATE, {**JAVA_BODY, "attributes": {name: "3"}})
     assert groups.max_per_key("g") == 3
     many = {f"+{number}": "" for number in range(64)}
@@ -66,8 +69,8 @@ def test_attributes_are_changes_as_the_stock_tool_sends_them(node: RunningNode, 
 
 def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
-    kept = rows_of(node.node.broker, "group/")
-    assert [group["retryMaxTimes"] for group in kept.values()] == [3]
+    saved = rows_of(node.node.broker, "group/")
+    assert [group["retryMaxTimes"] for group in saved.values()] == [3]
 
 
 @pytest.mark.parametrize(
@@ -88,22 +91,22 @@ def test_an_invalid_configuration_is_refused(node: RunningNode, wire: Wire, body
 
 
 def test_an_unknown_group_has_no_configuration(wire: Wire) -> None:
-    assert wire.ask(ONE, group="g").code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+    assert wire.ask(GET_ONE, group="g").code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
 
 
-@pytest.mark.parametrize(("clean", "left"), [(True, {}), (False, {0: 0})])
+@pytest.mark.parametrize(("clean", "remaining"), [(True, {}), (False, {0: 0})])
 def test_deleting_a_group_deletes_its_offsets_on_request(
-    node: RunningNode, wire: Wire, clean: bool, left: dict[int, int]
+    node: RunningNode, wire: Wire, clean: bool, remaining: dict[int, int]
 ) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
     node.node.broker.tables.offsets.commit("g", "orders", {0: 0}, {0: 0})
     wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
     assert node.node.broker.tables.groups.find_group("g") is None
-    assert node.node.broker.offsets("g", "orders") == left
+    assert node.node.broker.offsets("g", "orders") == remaining
     wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
 
 
-# ---- many at once, and another's offsets ----------------------------------------------------------------------
+# ---- several groups in one request, and offsets that are cloned from another group ----------------------------
 
 UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST
 CLONE = RequestCode.CLONE_GROUP_OFFSET
@@ -139,7 +142,9 @@ def test_cloned_offsets_are_those_of_the_source_group(node: RunningNode, wire: W
     assert wire.ask(CLONE, srcGroup="old", destGroup="a b").code == ResponseCode.INVALID_PARAMETER
 
 
-def test_clones_of_a_connected_group_cover_its_subscriptions_only(node: RunningNode, wire: Wire) -> None:
+def test_offsets_are_cloned_only_in_the_subscribed_topics_of_a_connected_group(
+    node: RunningNode, wire: Wire
+) -> None:
     for topic in ("now", "before"):
         assert sent(wire, topic=topic).code == 0
         node.run(node.broker.commit_offsets("old", topic, {0: 1}))
@@ -168,12 +173,14 @@ BEAT = {
 
 @pytest.fixture
 def client(wire: Wire) -> Wire:
+    """Return a wire whose client is a producer of the group `p` and a consumer of the group `g`."""
     wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
     return wire
 
 
 def connections(result: Any) -> list[Any]:
-    return [{k: v for k, v in one.items() if k != "clientAddr"} for one in result["connectionSet"]]
+    """Return the connections of a decoded answer without their addresses, which differ in each run."""
+    return [{k: v for k, v in item.items() if k != "clientAddr"} for item in result["connectionSet"]]
 
 
 def test_consumer_connections_list_members_and_subscriptions(client: Wire) -> None:
@@ -182,8 +189,9 @@ def test_consumer_connections_list_members_and_subscriptions(client: Wire) -> No
     assert result["connectionSet"][0]["clientAddr"].startswith("127.0.0.1:")
     assert (result["consumeType"], result["messageModel"]) == ("CONSUME_PASSIVELY", "CLUSTERING")
     assert result["consumeFromWhere"] == "CONSUME_FROM_LAST_OFFSET"
-    wanted = result["subscriptionTable"]["orders"]
-    assert (wanted["subString"], wanted["tagsSet"], wanted["subVersion"]) == ("A || B", ["A", "B"], 7)
+    subscription = result["subscriptionTable"]["orders"]
+    assert (subscription["subString"], subscription["tagsSet"]) == ("A || B", ["A", "B"])
+    assert subscription["subVersion"] == 7
 
 
 def test_a_group_without_members_is_not_online(wire: Wire) -> None:
@@ -202,9 +210,9 @@ def test_producer_connections_list_the_members(client: Wire) -> None:
 
 def test_all_producers_are_listed_by_group(node: RunningNode, client: Wire) -> None:
     data = json_body(client.ask_ok(RequestCode.GET_ALL_PRODUCER_INFO))["data"]
-    (one,) = data["p"]
-    assert (one["clientId"], one["language"]) == ("c1", "JAVA")
-    assert 0 <= node.node.broker.clock.now_ms() - one["lastUpdateTimestamp"] < 60_000
+    (producer,) = data["p"]
+    assert (producer["clientId"], producer["language"]) == ("c1", "JAVA")
+    assert 0 <= node.node.broker.clock.now_ms() - producer["lastUpdateTimestamp"] < 60_000
 
 
 def test_an_unknown_language_is_other(node: RunningNode, client: Wire) -> None:
@@ -224,7 +232,7 @@ def test_groups_of_a_topic_are_those_with_subscription_or_offsets(node: RunningN
 
 
 def test_the_subscription_of_a_group_to_a_topic_is_returned(client: Wire) -> None:
-    ask = RequestCode.QUERY_SUBSCRIPTION_BY_CONSUMER
-    result = json_body(client.ask_ok(ask, group="g", topic="orders"))
+    query = RequestCode.QUERY_SUBSCRIPTION_BY_CONSUMER
+    result = json_body(client.ask_ok(query, group="g", topic="orders"))
     assert result["subscriptionData"]["subString"] == "A || B"
-    assert json_body(client.ask_ok(ask, group="g", topic="x"))["subscriptionData"] is None
+    assert json_body(client.ask_ok(query, group="g", topic="x"))["subscriptionData"] is None

@@ -1,4 +1,4 @@
-"""The progress of queues and groups in RocketMQ's tables, resets of offsets, and notifications about them."""
+"""Requests of tools about the progress of queues and groups, and resets of offsets, which the members are told."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def entries(body: bytes) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 async def send(world: World, topic: str, queue: int, rows: int) -> None:
+    """Send `rows` messages to a queue of a topic."""
     queues = pa.array([queue] * rows, pa.int32())
     await world.broker.send(batch(rows, topic=[topic] * rows, queue_id=queues))
 
@@ -66,13 +67,13 @@ async def test_consume_stats_cover_all_topics_of_a_group(world: World) -> None:
         ("orders", 0): {"brokerOffset": 3, "consumerOffset": 2, "pullOffset": 2, "lastTimestamp": sent_ms},
         ("orders", 1): {"brokerOffset": 0, "consumerOffset": 0, "pullOffset": 0, "lastTimestamp": 0},
     }
-    wants = Membership("g", subscriptions=(Subscription("bills"), Subscription("nothing")))
-    context.sessions.beat(Member(pair.connection, "c"), "c", (), [wants], 0)
-    everything = entries((await pair.ask(progress, CONSUMED, consumerGroup="g")).body)
-    assert everything.keys() == {(topic, queue) for topic in ("orders", "bills") for queue in (0, 1)}
-    assert everything["bills", 1]["brokerOffset"] - everything["bills", 1]["consumerOffset"] == 2
-    one = entries((await pair.ask(progress, CONSUMED, consumerGroup="g", topic="bills")).body)
-    assert one.keys() == {("bills", 0), ("bills", 1)}
+    membership = Membership("g", subscriptions=(Subscription("bills"), Subscription("nothing")))
+    context.sessions.beat(Member(pair.connection, "c"), "c", (), [membership], 0)
+    all_topics = entries((await pair.ask(progress, CONSUMED, consumerGroup="g")).body)
+    assert all_topics.keys() == {(topic, queue) for topic in ("orders", "bills") for queue in (0, 1)}
+    assert all_topics["bills", 1]["brokerOffset"] - all_topics["bills", 1]["consumerOffset"] == 2
+    one_topic = entries((await pair.ask(progress, CONSUMED, consumerGroup="g", topic="bills")).body)
+    assert one_topic.keys() == {("bills", 0), ("bills", 1)}
     assert entries((await pair.ask(progress, CONSUMED, consumerGroup="nobody")).body) == {}
     pair.close()
 
@@ -105,37 +106,43 @@ async def test_a_message_deleted_by_retention_has_time_zero(world: World) -> Non
 @on_node()
 async def test_time_spans_state_the_delay_of_a_group(world: World) -> None:
     pair, progress = await Pair.create(), Progress(context_of(world.broker)).handlers
-    stored = []
+    store_ms = []
     for _ in range(3):
         await send(world, "orders", 0, 1)
-        stored.append(world.broker.clock.now_ms())
+        store_ms.append(world.broker.clock.now_ms())
         world.clock.advance(1_000)
 
-    async def spans() -> list[dict[str, Any]]:
+    async def query_spans() -> list[dict[str, Any]]:
         answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="orders", group="g")
         result: list[dict[str, Any]] = msgspec.json.decode(answer.body)["consumeTimeSpanSet"]
         assert [span.pop("messageQueue")["queueId"] for span in result] == [0, 1]
         return result
 
-    first, empty = await spans()
+    first, empty = await query_spans()
     now_ms = world.broker.clock.now_ms()
-    ends = {"minTimeStamp": stored[0], "maxTimeStamp": stored[2]}
-    assert first == ends | {"consumeTimeStamp": stored[0], "delayTime": now_ms - stored[0]}
+    ends = {"minTimeStamp": store_ms[0], "maxTimeStamp": store_ms[2]}
+    assert first == ends | {"consumeTimeStamp": store_ms[0], "delayTime": now_ms - store_ms[0]}
     assert set(empty.values()) == {0}
     await world.broker.commit_offsets("g", "orders", {0: 2})
-    assert (await spans())[0] == ends | {"consumeTimeStamp": stored[1], "delayTime": now_ms - stored[2]}
+    assert (await query_spans())[0] == ends | {
+        "consumeTimeStamp": store_ms[1],
+        "delayTime": now_ms - store_ms[2],
+    }
     await world.broker.commit_offsets("g", "orders", {0: 3})
-    assert (await spans())[0] == ends | {"consumeTimeStamp": stored[2], "delayTime": 0}
+    assert (await query_spans())[0] == ends | {"consumeTimeStamp": store_ms[2], "delayTime": 0}
     answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="x", group="g")
     assert answer.code == ResponseCode.TOPIC_NOT_EXIST
     pair.close()
 
 
-RESET, TOLD = RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSUMER_CLIENT_OFFSET
+RESET, RESET_CLIENT = RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSUMER_CLIENT_OFFSET
 
 
-class Rig:
-    """A topic with ten messages in queue 0, one per second, a group that has read five, and a member of it."""
+class ResetGroup:
+    """The group `g` for resets: offset 5 of 10 in queue 0 of `orders`. It has one member, or none.
+
+    The messages are one second apart, and the first is stored at `began_ms`.
+    """
 
     def __init__(self, world: World, pair: Pair) -> None:
         self.world, self.pair = world, pair
@@ -143,17 +150,17 @@ class Rig:
         self.handlers = Progress(self.context).handlers
 
     @classmethod
-    async def create(cls, world: World, *, language: int = Language.JAVA, members: bool = True) -> Rig:
-        rig = cls(world, await Pair.create())
-        rig.began_ms = world.clock.wall
+    async def create(cls, world: World, *, language: int = Language.JAVA, members: bool = True) -> ResetGroup:
+        group = cls(world, await Pair.create())
+        group.began_ms = world.clock.wall
         for _ in range(10):
             await world.broker.send(batch(1, queue_id=pa.array([0], pa.int32())))
             world.clock.advance(1_000)
         await world.broker.commit_offsets("g", "orders", {0: 5})
         if members:
-            member = Member(rig.pair.connection, "c", language)
-            rig.context.sessions.beat(member, "c", (), [Membership("g")], 0)
-        return rig
+            member = Member(group.pair.connection, "c", language)
+            group.context.sessions.beat(member, "c", (), [Membership("g")], 0)
+        return group
 
     async def reset(self, **fields: object) -> Command:
         return await self.pair.ask(self.handlers, RESET, **{"topic": "orders", "group": "g", **fields})
@@ -167,41 +174,42 @@ class Rig:
     ("second", "force", "offset"), [(2, False, 2), (8, False, 5), (8, True, 8), (99, True, 10), (-9, True, 0)]
 )
 @on_node()
-async def test_a_reset_to_a_time_only_moves_back_unless_forced(
+async def test_a_reset_to_a_time_never_advances_an_offset_unless_forced(
     world: World, second: int, force: bool, offset: int
 ) -> None:
-    rig = await Rig.create(world)
-    answer = await rig.reset(timestamp=rig.began_ms + second * 1_000, isForce=str(force).lower())
+    group = await ResetGroup.create(world)
+    answer = await group.reset(timestamp=group.began_ms + second * 1_000, isForce=str(force).lower())
     assert answer.code == 0
     assert b'{"brokerName":"timeball","queueId":0,"topic":"orders"}:%d' % offset in answer.body
-    assert rig.offsets == {0: offset, 1: 0}
-    told = await rig.pair.read()
-    assert (told.code, told.is_one_way, told.body) == (TOLD, True, answer.body)
-    assert (told.ext["topic"], told.ext["group"], told.ext["isForce"]) == ("orders", "g", str(force).lower())
-    rig.pair.close()
+    assert group.offsets == {0: offset, 1: 0}
+    pushed = await group.pair.read()
+    assert (pushed.code, pushed.is_one_way, pushed.body) == (RESET_CLIENT, True, answer.body)
+    assert (pushed.ext["topic"], pushed.ext["group"]) == ("orders", "g")
+    assert pushed.ext["isForce"] == str(force).lower()
+    group.pair.close()
 
 
 @on_node()
 async def test_a_reset_to_minus_one_moves_to_the_end(world: World) -> None:
-    rig = await Rig.create(world)
-    assert (await rig.reset(timestamp=-1, isForce="true")).code == 0
-    assert rig.offsets == {0: 10, 1: 0}
-    rig.pair.close()
+    group = await ResetGroup.create(world)
+    assert (await group.reset(timestamp=-1, isForce="true")).code == 0
+    assert group.offsets == {0: 10, 1: 0}
+    group.pair.close()
 
 
 @on_node()
-async def test_a_cpp_member_is_notified_in_plain_json(world: World) -> None:
-    rig = await Rig.create(world, language=Language.CPP)
-    await rig.reset(timestamp=rig.began_ms, isForce="true")
-    assert msgspec.json.decode((await rig.pair.read()).body)["offsetTable"] == [
+async def test_a_cpp_member_is_notified_in_standard_json(world: World) -> None:
+    group = await ResetGroup.create(world, language=Language.CPP)
+    await group.reset(timestamp=group.began_ms, isForce="true")
+    assert msgspec.json.decode((await group.pair.read()).body)["offsetTable"] == [
         {"brokerName": "timeball", "queueId": queue, "topic": "orders", "offset": 0} for queue in (0, 1)
     ]
-    rig.pair.close()
+    group.pair.close()
 
 
 @pytest.mark.parametrize("members", [True, False])
 @pytest.mark.parametrize(
-    ("said", "offsets"),
+    ("fields", "offsets"),
     [
         ({"queueId": 0, "offset": 7, "timestamp": 0}, {0: 7, 1: 1}),
         ({"queueId": 1, "offset": 0, "timestamp": 0}, {0: 5, 1: 0}),
@@ -214,23 +222,23 @@ async def test_a_cpp_member_is_notified_in_plain_json(world: World) -> None:
 )
 @on_node()
 async def test_a_reset_of_one_queue_leaves_the_others(
-    world: World, said: dict[str, object], offsets: dict[int, int], members: bool
+    world: World, fields: dict[str, object], offsets: dict[int, int], members: bool
 ) -> None:
-    rig = await Rig.create(world, members=members)
+    group = await ResetGroup.create(world, members=members)
     await send(world, "orders", 1, 2)
     await world.broker.commit_offsets("g", "orders", {1: 1})
-    answer = await rig.reset(**said)
-    assert (answer.code, rig.offsets) == (0, offsets), answer.remark
-    changed = said["queueId"] if said["queueId"] != -1 else 0
+    answer = await group.reset(**fields)
+    assert (answer.code, group.offsets) == (0, offsets), answer.remark
+    changed = fields["queueId"] if fields["queueId"] != -1 else 0
     assert b'"queueId":%d,"topic":"orders"}:%d' % (changed, offsets[changed]) in answer.body
-    assert answer.body.count(b"queueId") == (1 if said["queueId"] != -1 else 2)
+    assert answer.body.count(b"queueId") == (1 if fields["queueId"] != -1 else 2)
     if members:
-        assert (await rig.pair.read()).body == answer.body
-    rig.pair.close()
+        assert (await group.pair.read()).body == answer.body
+    group.pair.close()
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "remark"),
+    ("fields", "code", "remark"),
     [
         (
             {"queueId": 0, "offset": 11},
@@ -250,22 +258,22 @@ async def test_a_reset_of_one_queue_leaves_the_others(
 )
 @on_node()
 async def test_an_invalid_reset_is_refused_without_effect(
-    world: World, said: dict[str, object], code: int, remark: str
+    world: World, fields: dict[str, object], code: int, remark: str
 ) -> None:
-    rig = await Rig.create(world)
-    answer = await rig.reset(**said)
+    group = await ResetGroup.create(world)
+    answer = await group.reset(**fields)
     assert (answer.code, str(answer.remark)[: len(remark)]) == (code, remark)
-    assert rig.offsets == {0: 5}
-    rig.pair.close()
+    assert group.offsets == {0: 5}
+    group.pair.close()
 
 
 @on_node()
 async def test_a_group_without_members_can_be_reset(world: World) -> None:
-    rig = await Rig.create(world, members=False)
-    answer = await rig.reset(timestamp=rig.began_ms + 2_000, isForce="true")
-    assert (answer.code, rig.offsets) == (0, {0: 2, 1: 0})
+    group = await ResetGroup.create(world, members=False)
+    answer = await group.reset(timestamp=group.began_ms + 2_000, isForce="true")
+    assert (answer.code, group.offsets) == (0, {0: 2, 1: 0})
     assert b'"queueId":0,"topic":"orders"}:2' in answer.body
-    rig.pair.close()
+    group.pair.close()
 
 
 @on_node()

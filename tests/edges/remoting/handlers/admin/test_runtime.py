@@ -1,4 +1,4 @@
-"""Metrics and settings under RocketMQ's names: all kinds of sends and deliveries are counted."""
+"""The runtime information and the statistics that tools read, under RocketMQ's names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseC
 from timeball.edges.remoting.handlers.admin.topics import Runtime
 from timeball.model import limits
 
-# What `mqadmin clusterList` of 4.9 or 5.3 reads without asking whether it is there.
-READ_BY_CLUSTER_LIST = [
+# `mqadmin clusterList` of 4.9 or 5.3 reads these entries and fails if one is missing.
+NAMES_OF_CLUSTER_LIST = [
     "brokerActive", "brokerVersionDesc", "putTps", "getTransferredTps", "getTransferedTps", "sendThreadPoolQueueSize",
     "pullThreadPoolQueueSize", "ackThreadPoolQueueSize", "sendThreadPoolQueueHeadWaitTimeMills",
     "pullThreadPoolQueueHeadWaitTimeMills", "ackThreadPoolQueueHeadWaitTimeMills", "earliestMessageTimeStamp",
@@ -32,6 +32,7 @@ READ_BY_CLUSTER_LIST = [
 
 
 async def info(pair: Pair, runtime: Runtime) -> dict[str, str]:
+    """Query the runtime information, and return its entries."""
     answer = await pair.ask(runtime.handlers, RequestCode.GET_BROKER_RUNTIME_INFO)
     assert answer.code == 0, answer.remark
     result: dict[str, str] = msgspec.json.decode(answer.body)["table"]
@@ -46,9 +47,9 @@ async def test_runtime_info_has_all_names_that_tools_read_as_text(world: World) 
     await world.broker.send(batch(2, delay_ms=[10_000, 10_000]))
     world.clock.advance(90_061_000)
     result = await info(pair, runtime)
-    assert set(READ_BY_CLUSTER_LIST) <= result.keys()
+    assert set(NAMES_OF_CLUSTER_LIST) <= result.keys()
     assert all(isinstance(value, str) for value in result.values())
-    assert result["putMessageTimesTotal"] == result["msgPutTotalTodayNow"] == "6"  # with the topic's row
+    assert result["putMessageTimesTotal"] == result["msgPutTotalTodayNow"] == "6"  # and the row of the topic
     assert result["timerCongestNum"] == "2"
     assert result["runtime"] == "[ 1 days, 1 hours, 1 minutes, 1 seconds ]"
     assert result["earliestMessageTimeStamp"] == str(began_ms)
@@ -73,7 +74,7 @@ async def test_a_rate_without_a_recent_sample_is_zero(world: World) -> None:
     await world.broker.send(batch(6))
     assert (await info(pair, runtime))["putTps"] == "0.0 0.0 0.0"
     world.clock.advance(limits.DAY_MS)
-    assert (await info(pair, runtime))["putTps"] == "0.0 0.0 0.0", "the loop was held up: no sample is fresh"
+    assert (await info(pair, runtime))["putTps"] == "0.0 0.0 0.0", "the newest sample is a day old"
     pair.close()
 
 
@@ -88,7 +89,7 @@ async def test_counts_of_yesterday_and_today_begin_at_midnight(world: World) -> 
         runtime.sample()
     result = await info(pair, runtime)
     mornings = ["msgPutTotalYesterdayMorning", "msgPutTotalTodayMorning", "msgPutTotalTodayNow"]
-    assert [result[name] for name in mornings] == ["5", "6", "8"]  # with the topic's row
+    assert [result[name] for name in mornings] == ["5", "6", "8"]  # and the row of the topic
     pair.close()
 
 
@@ -125,7 +126,7 @@ async def test_settings_can_be_read_but_not_written(world: World) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("name", READ_BY_CLUSTER_LIST)
+@pytest.mark.parametrize("name", NAMES_OF_CLUSTER_LIST)
 @on_node()
 async def test_an_empty_broker_has_runtime_info(world: World, name: str) -> None:
     pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
@@ -141,7 +142,7 @@ BEAT = {
 
 
 def total(wire: Wire, name: str, key: str) -> int:
-    """Return the sum of the day, 0 for an unknown statistic."""
+    """Return the sum of the day of a statistic, 0 if the broker has no such statistic."""
     answer = wire.ask(VIEW, statsName=name, statsKey=key)
     if answer.code == ResponseCode.SYSTEM_ERROR:
         assert answer.remark == f"The stats <{name}> <{key}> not exist"
@@ -149,7 +150,7 @@ def total(wire: Wire, name: str, key: str) -> int:
     result = json_body(answer)
     assert result.keys() == {"statsMinute", "statsHour", "statsDay"}
     assert result["statsMinute"] == result["statsHour"] | {"tps": result["statsMinute"]["tps"]}, (
-        "all is of now"
+        "all was counted in this minute"
     )
     return int(result["statsDay"]["sum"])
 
@@ -171,7 +172,7 @@ def test_sends_and_pulls_are_counted(wire: Wire) -> None:
     assert total(wire, "GROUP_GET_NUMS", "orders@g") == total(wire, "BROKER_GET_NUMS", "DefaultCluster") == 3
     assert total(wire, "GROUP_GET_SIZE", "orders@g") == len(answer.body)
     pull(wire, offset=3)
-    assert total(wire, "GROUP_GET_NUMS", "orders@g") == 3, "nothing was got"
+    assert total(wire, "GROUP_GET_NUMS", "orders@g") == 3, "the pull found no message"
 
 
 def test_a_scheduled_message_is_counted_when_sent_and_when_released(wire: Wire) -> None:
@@ -179,7 +180,7 @@ def test_a_scheduled_message_is_counted_when_sent_and_when_released(wire: Wire) 
     assert total(wire, "TOPIC_PUT_NUMS", "rmq_sys_wheel_timer") == 1
     sent(wire, properties={"DELAY": "18"})
     assert total(wire, "TOPIC_PUT_NUMS", "SCHEDULE_TOPIC_XXXX") == 1
-    eventually(lambda: total(wire, "TOPIC_PUT_NUMS", "orders") == 1, "the timer's was released")
+    eventually(lambda: total(wire, "TOPIC_PUT_NUMS", "orders") == 1, "the message of the timer is released")
     assert total(wire, "BROKER_PUT_NUMS", "DefaultCluster") == 3
 
 
@@ -194,27 +195,27 @@ def test_pops_and_acknowledgements_are_counted(wire: Wire) -> None:
     extra = f"0 {popped.ext['popTime']} 60000 {popped.ext['reviveQid']} 0 timeball 0 0"
     ack = {"consumerGroup": "g", "topic": "orders", "queueId": 0, "extraInfo": extra, "offset": 0}
     wire.ask_ok(RequestCode.ACK_MESSAGE, **ack)
-    wire.ask_ok(RequestCode.ACK_MESSAGE, **ack)  # again: OK, and not counted
+    wire.ask_ok(RequestCode.ACK_MESSAGE, **ack)  # a repeated acknowledgement succeeds but is not counted
     assert total(wire, "GROUP_ACK_NUMS", "orders@g") == 1
 
 
 def test_returned_messages_are_counted(wire: Wire) -> None:
     wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
-    number = int(sent(wire).ext["msgId"][-16:], 16)
-    wire.ask_ok(RequestCode.CONSUMER_SEND_MSG_BACK, offset=number, group="g", delayLevel=3)
+    seq = int(sent(wire).ext["msgId"][-16:], 16)
+    wire.ask_ok(RequestCode.CONSUMER_SEND_MSG_BACK, offset=seq, group="g", delayLevel=3)
     assert total(wire, "SNDBCK_PUT_NUMS", "orders@g") == 1
 
 
-def test_messages_sent_over_flight_are_counted(node: RunningNode, wire: Wire) -> None:
+def test_messages_that_the_broker_reads_without_a_group_are_counted(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     node.run(node.broker.read_queue("orders", 0, 0, 8))
     assert total(wire, "BROKER_GET_NUMS", "DefaultCluster") == 1
 
 
-def test_other_tools_see_the_same_rates(wire: Wire) -> None:
+def test_the_tables_of_topics_and_groups_contain_the_rates(wire: Wire) -> None:
     sent(wire)
     pull(wire)
-    # Their tables have objects as keys, which is no JSON.
+    # These tables have objects as keys, which no JSON library accepts.
     topic = wire.ask_ok(RequestCode.GET_TOPIC_STATS_INFO, topic="orders").body
     group = wire.ask_ok(RequestCode.GET_CONSUME_STATS, consumerGroup="g", topic="orders").body
     for name, body in ((b"topicPutTps", topic), (b"consumeTps", group)):
@@ -225,6 +226,6 @@ def test_other_tools_see_the_same_rates(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("name", ["TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", "NO_SUCH_STATS", ""])
-def test_an_uncounted_statistic_has_no_value(wire: Wire, name: str) -> None:
+def test_a_statistic_without_a_count_does_not_exist(wire: Wire, name: str) -> None:
     sent(wire)
     assert total(wire, name, "nobody") == 0

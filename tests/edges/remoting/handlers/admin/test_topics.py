@@ -1,4 +1,4 @@
-"""Topics as RocketMQ's tool creates, changes, lists and deletes them, and the table of ordered topics."""
+"""Requests of tools that create, change, list and delete topics, and the table of ordered topics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from timeball.model import limits
 from timeball.model.rules import SCHEDULE_TOPIC
 
 UPDATE, DELETE = RequestCode.UPDATE_AND_CREATE_TOPIC, RequestCode.DELETE_TOPIC_IN_BROKER
-ROUTE, ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG
+ROUTE, GET_ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG
 
 
-def created(topic: str = "orders", **changes: Any) -> dict[str, Any]:
-    """Build the header of `updateTopic`, as version 5.3 sends it."""
+def update_header(topic: str = "orders", **changes: Any) -> dict[str, Any]:
+    """Build the header of `mqadmin updateTopic`, as version 5.3 sends it, with some fields changed."""
     return {
         "topic": topic, "defaultTopic": "TBW102", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
         "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False, "attributes": "", "force": False,
@@ -33,8 +33,8 @@ def created(topic: str = "orders", **changes: Any) -> dict[str, Any]:
 
 
 def test_a_created_topic_has_its_configuration(wire: Wire) -> None:
-    wire.ask_ok(UPDATE, **created(order=True, attributes="+message.type=DELAY", topicSysFlag=1))
-    assert json_body(wire.ask_ok(ONE, topic="orders")) == {
+    wire.ask_ok(UPDATE, **update_header(order=True, attributes="+message.type=DELAY", topicSysFlag=1))
+    assert json_body(wire.ask_ok(GET_ONE, topic="orders")) == {
         "topicName": "orders", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
         "topicFilterType": "SINGLE_TAG", "topicSysFlag": 1, "order": True,
         "attributes": {"message.type": "DELAY"},
@@ -47,19 +47,19 @@ def test_a_created_topic_has_its_configuration(wire: Wire) -> None:
 
 
 def test_a_change_keeps_attributes_that_it_does_not_name(wire: Wire) -> None:
-    wire.ask_ok(UPDATE, **created(attributes="+message.type=DELAY"))
-    wire.ask_ok(UPDATE, **created(perm=4, readQueueNums=8))
-    result = json_body(wire.ask_ok(ONE, topic="orders"))
+    wire.ask_ok(UPDATE, **update_header(attributes="+message.type=DELAY"))
+    wire.ask_ok(UPDATE, **update_header(perm=4, readQueueNums=8))
+    result = json_body(wire.ask_ok(GET_ONE, topic="orders"))
     assert (result["perm"], result["readQueueNums"]) == (4, 8)
     assert result["attributes"] == {"message.type": "DELAY"}
-    wire.ask_ok(UPDATE, **created(attributes="-message.type"))
-    assert json_body(wire.ask_ok(ONE, topic="orders"))["attributes"] == {}
+    wire.ask_ok(UPDATE, **update_header(attributes="-message.type"))
+    assert json_body(wire.ask_ok(GET_ONE, topic="orders"))["attributes"] == {}
 
 
 def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(UPDATE, **created(perm=4))
-    kept = rows_of(node.node.broker, "topic/")
-    assert kept["orders"]["config"]["perm"] == 4
+    wire.ask_ok(UPDATE, **update_header(perm=4))
+    saved = rows_of(node.node.broker, "topic/")
+    assert saved["orders"]["config"]["perm"] == 4
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,15 @@ def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> N
         {"attributes": "+nothing=1"},
     ],
 )
-def test_an_invalid_configuration_is_refused_without_a_topic(wire: Wire, wrong: dict[str, Any]) -> None:
-    answer = wire.ask(UPDATE, **created(**wrong))
+def test_an_invalid_configuration_creates_no_topic(wire: Wire, wrong: dict[str, Any]) -> None:
+    answer = wire.ask(UPDATE, **update_header(**wrong))
     assert answer.code == ResponseCode.INVALID_PARAMETER
     assert answer.remark
     assert json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_CONFIG))["topicConfigTable"] == {}
 
 
 def test_an_unknown_topic_has_no_configuration(wire: Wire) -> None:
-    assert wire.ask(ONE, topic="orders").code == ResponseCode.TOPIC_NOT_EXIST
+    assert wire.ask(GET_ONE, topic="orders").code == ResponseCode.TOPIC_NOT_EXIST
 
 
 @on_node()
@@ -101,12 +101,12 @@ async def test_deleting_a_topic_deletes_its_messages_and_offsets(world: World) -
     await world.restart()
     assert world.broker.topics() == {}
     await world.broker.send(batch(1, queue_id=pa.array([0], pa.int32())))
-    assert world.broker.queues("orders")[0] == (3, 4), "offsets go on: nobody mistakes new for old"
+    assert world.broker.queues("orders")[0] == (3, 4), "the offsets of the deleted topic are not used again"
     pair.close()
 
 
 @on_node()
-async def test_a_scheduled_message_outlives_its_topic(world: World) -> None:
+async def test_a_scheduled_message_is_released_after_its_topic_is_deleted(world: World) -> None:
     pair, admin = await Pair.create(), TopicAdmin(context_of(world.broker)).handlers
     await world.broker.send(batch(1, delay_ms=[5_000]))
     assert (await pair.ask(admin, DELETE, topic="orders")).code == 0
@@ -118,7 +118,7 @@ async def test_a_scheduled_message_outlives_its_topic(world: World) -> None:
 def test_a_retry_topic_with_the_longest_name_can_be_managed(node: RunningNode, wire: Wire) -> None:
     name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
     node.run(node.broker.create_topic(name, 1))
-    assert json_body(wire.ask_ok(ONE, topic=name))["topicName"] == name
+    assert json_body(wire.ask_ok(GET_ONE, topic=name))["topicName"] == name
     wire.ask_ok(DELETE, topic=name)
     assert name not in node.broker.topics()
     assert wire.ask(DELETE, topic=name + "x").code == ResponseCode.INVALID_PARAMETER
@@ -138,14 +138,14 @@ def test_system_topics_are_listed_with_the_cluster_and_broker_names(wire: Wire) 
         assert {SCHEDULE_TOPIC, "TBW102", "DefaultCluster", "timeball"} <= set(listed)
 
 
-# ---- many at once ---------------------------------------------------------------------------------------------
+# ---- several topics in one request ----------------------------------------------------------------------------
 
 UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_TOPIC_LIST
 
 
 def test_several_topics_are_created_by_one_request(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(UPDATE, **created("b", attributes="+queue.type=SimpleCQ"))
-    wanted = [
+    wire.ask_ok(UPDATE, **update_header("b", attributes="+queue.type=SimpleCQ"))
+    configs = [
         {"topicName": "a", "readQueueNums": 2, "writeQueueNums": 1, "perm": 4, "order": True},
         {
             "topicName": "b",
@@ -154,13 +154,13 @@ def test_several_topics_are_created_by_one_request(node: RunningNode, wire: Wire
         },
         {"topicName": "c", "attributes": {"message.type": "FIFO"}, "readQueueNums": 3},
     ]
-    wire.ask_ok(UPDATE_LIST, {"topicConfigList": wanted})
-    a, b, c = (json_body(wire.ask_ok(ONE, topic=name)) for name in "abc")
+    wire.ask_ok(UPDATE_LIST, {"topicConfigList": configs})
+    a, b, c = (json_body(wire.ask_ok(GET_ONE, topic=name)) for name in "abc")
     assert (a["readQueueNums"], a["writeQueueNums"], a["perm"], a["order"]) == (2, 1, 4, True)
     assert (b["attributes"], b["readQueueNums"]) == ({"message.type": "DELAY"}, 16)
     assert (c["attributes"], c["readQueueNums"], c["writeQueueNums"]) == ({"message.type": "FIFO"}, 3, 16)
-    kept = rows_of(node.node.broker, "topic/")
-    assert kept.keys() >= {"a", "b", "c"}, "saved before the answer"
+    saved = rows_of(node.node.broker, "topic/")
+    assert saved.keys() >= {"a", "b", "c"}, "saved before the answer"
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,16 @@ def test_several_topics_are_created_by_one_request(node: RunningNode, wire: Wire
     ],
 )  # fmt: skip
 def test_no_topic_is_created_if_one_of_several_is_invalid(wire: Wire, wrong: dict[str, Any]) -> None:
-    wanted = [{"topicName": "good"}, wrong]
-    assert wire.ask(UPDATE_LIST, {"topicConfigList": wanted}).code == ResponseCode.INVALID_PARAMETER
-    assert wire.ask(ONE, topic="good").code == ResponseCode.TOPIC_NOT_EXIST
+    configs = [{"topicName": "valid"}, wrong]
+    assert wire.ask(UPDATE_LIST, {"topicConfigList": configs}).code == ResponseCode.INVALID_PARAMETER
+    assert wire.ask(GET_ONE, topic="valid").code == ResponseCode.TOPIC_NOT_EXIST
 
 
 @pytest.mark.parametrize("code", [RequestCode.CLEAN_UNUSED_TOPIC, RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE])
 def test_clean_up_requests_succeed_without_effect(wire: Wire, code: int) -> None:
-    wire.ask_ok(UPDATE, **created())
+    wire.ask_ok(UPDATE, **update_header())
     wire.ask_ok(code)
-    wire.ask_ok(ONE, topic="orders")
+    wire.ask_ok(GET_ONE, topic="orders")
 
 
 PUT, GET, DELETE_VALUE = RequestCode.PUT_KV_CONFIG, RequestCode.GET_KV_CONFIG, RequestCode.DELETE_KV_CONFIG
@@ -188,7 +188,7 @@ LIST = RequestCode.GET_KVLIST_BY_NAMESPACE
 ORDERS = {"namespace": ORDER_NAMESPACE, "key": "orders"}
 
 
-def test_a_topic_becomes_an_ordered_one_and_a_plain_one_again(node: RunningNode, wire: Wire) -> None:
+def test_a_topic_is_ordered_while_the_table_of_ordered_topics_names_it(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(
         RequestCode.UPDATE_AND_CREATE_TOPIC, topic="orders", readQueueNums=4, writeQueueNums=3, topicSysFlag=2
     )
@@ -214,7 +214,7 @@ def test_an_unknown_key_is_not_found_and_its_deletion_succeeds(wire: Wire) -> No
         assert wire.ask(LIST, namespace=namespace).code == ResponseCode.QUERY_NOT_FOUND
     wire.ask_ok(DELETE_VALUE, **ORDERS)
     wire.ask_ok(PUT, **ORDERS, value="timeball:3")
-    assert wire.ask(GET, **ORDERS).code == ResponseCode.QUERY_NOT_FOUND, "no topic, no order"
+    assert wire.ask(GET, **ORDERS).code == ResponseCode.QUERY_NOT_FOUND, "an unknown topic cannot be ordered"
 
 
 @pytest.mark.parametrize("code", [PUT, DELETE_VALUE])
