@@ -38,6 +38,7 @@ class Fields(msgspec.Struct):
 
 
 def call(**command: object) -> Call:
+    """Return a call with request code 10 and these fields of its command. Its connection has no client."""
     loop = asyncio.new_event_loop()
     try:
         return Call(Connection(lambda *_: None, set(), loop), Command(code=10, **command))  # type: ignore[arg-type]
@@ -51,14 +52,14 @@ def test_ext_fields_are_converted_to_the_type_of_the_field() -> None:
 
 
 @pytest.mark.parametrize("ext", [{}, {"topic": "t", "queueId": "three"}])
-def test_a_bad_field_is_named(ext: dict[str, str]) -> None:
+def test_the_refusal_of_an_invalid_field_names_it(ext: dict[str, str]) -> None:
     with pytest.raises(Refused, match=r"topic|queueId") as error:
         call(ext=ext).fields(Fields)
     assert error.value.protocol_code == ResponseCode.INVALID_PARAMETER
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"topic": 7}', b"\xff", b"[" * 100_000])
-def test_a_bad_body_is_refused(body: bytes) -> None:
+def test_an_invalid_body_is_refused(body: bytes) -> None:
     with pytest.raises(Refused, match="code 10: the body"):
         call(body=body).body(Fields)
 
@@ -82,7 +83,7 @@ def test_errors_have_response_codes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advertise", "told"),
+    ("advertise", "address"),
     [
         ("", "127.0.0.1:{port}"),
         ("10.1.2.3", "10.1.2.3:{port}"),
@@ -92,10 +93,10 @@ def test_errors_have_response_codes() -> None:
         ("localhost", "localhost:{port}"),
     ],
 )
-def test_the_advertised_address_is_in_routes(tmp_path: Path, advertise: str, told: str) -> None:
+def test_the_advertised_address_is_in_routes(tmp_path: Path, advertise: str, address: str) -> None:
     with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
         route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
-        assert route["brokerDatas"][0]["brokerAddrs"]["0"] == told.format(port=node.node.remoting_port)
+        assert route["brokerDatas"][0]["brokerAddrs"]["0"] == address.format(port=node.node.remoting_port)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,9 @@ def test_the_advertised_address_is_in_routes(tmp_path: Path, advertise: str, tol
         ("localhost:999", bytes([127, 0, 0, 1])),
     ],
 )
-def test_the_store_host_is_the_same_as_bytes(tmp_path: Path, advertise: str, address: bytes) -> None:
+def test_the_store_host_is_the_advertised_address_as_bytes(
+    tmp_path: Path, advertise: str, address: bytes
+) -> None:
     with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
         wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")
         remoting = node.node.edges.remoting
@@ -127,8 +130,8 @@ def test_a_disabled_port_is_not_in_routes(tmp_path: Path) -> None:
         assert remoting is not None and node.node.remoting_port == -1
         with Wire(node.node.name_server_port) as wire:
             route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
-            told = route["brokerDatas"][0]["brokerAddrs"]["0"]
-            assert told == f"127.0.0.1:{node.node.name_server_port}"
+            address = route["brokerDatas"][0]["brokerAddrs"]["0"]
+            assert address == f"127.0.0.1:{node.node.name_server_port}"
 
 
 def test_a_table_with_object_keys_is_encoded_as_by_fastjson() -> None:
@@ -142,25 +145,26 @@ def test_a_table_with_object_keys_is_encoded_as_by_fastjson() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3_000])
-def test_a_table_of_all_groups_or_topics_is_encoded_in_shares(count: int) -> None:
+def test_a_long_table_is_encoded_in_several_turns_of_the_event_loop(count: int) -> None:
     turns = LoopTurns()
 
     def entry(number: int) -> tuple[str, object]:
         turns.count()
         return f"t{number}", {"queues": number}
 
-    table, most = asyncio.run(turns.most(encode_by_name(range(count), entry)))
+    table, entries_per_turn_max = asyncio.run(turns.most(encode_by_name(range(count), entry)))
     assert msgspec.json.decode(msgspec.json.encode({"table": table})) == {
         "table": {f"t{number}": {"queues": number} for number in range(count)}
     }
-    assert most == min(count, GROUPS_AT_ONCE)
+    assert entries_per_turn_max == min(count, GROUPS_AT_ONCE)
 
 
 def test_an_empty_table_is_an_empty_object() -> None:
     assert msgspec.json.encode({"offsetTable": encode_with_object_keys([])}) == b'{"offsetTable":{}}'
 
 
-def read(body: bytes) -> list[tuple[object, int]]:
+def decode_table(body: bytes) -> list[tuple[object, int]]:
+    """Decode the entries of the field `table`: (key, value) of each, in order."""
     return list(decode_object_keys(body, "table"))
 
 
@@ -169,18 +173,18 @@ def test_an_encoded_table_with_object_keys_is_decoded_to_the_same() -> None:
     body = msgspec.json.encode(
         {"other": encode_with_object_keys([({"x": 1}, 2)]), "table": encode_with_object_keys(queues)}
     )
-    assert read(body) == queues
-    assert read(body.replace(b":", b" : ").replace(b",", b" ,\n ")) == queues
-    assert read(b'{"table":{}}') == read(b'{"other":{}}') == read(b"") == []
+    assert decode_table(body) == queues
+    assert decode_table(body.replace(b":", b" : ").replace(b",", b" ,\n ")) == queues
+    assert decode_table(b'{"table":{}}') == decode_table(b'{"other":{}}') == decode_table(b"") == []
 
 
 @given(st.binary(max_size=40))
 def test_decoding_a_table_ends_at_an_invalid_entry(junk: bytes) -> None:
-    for key, value in read(b'{"table":{{"q":1}:5,' + junk):
+    for key, value in decode_table(b'{"table":{{"q":1}:5,' + junk):
         assert isinstance(key, dict) and isinstance(value, int)
-    assert read(b'{"table":{{"q":1}:5,{\xff}:6}}') == [({"q": 1}, 5)]
-    assert read(b'{"table":{{"q":1}:5,{"q":2}:"x"}}') == [({"q": 1}, 5)]
-    assert read(b'{"table":{{"q":1}:5,{"q":' + b"[" * 3_000 + b"}:6}}") == [({"q": 1}, 5)]
+    assert decode_table(b'{"table":{{"q":1}:5,{\xff}:6}}') == [({"q": 1}, 5)]
+    assert decode_table(b'{"table":{{"q":1}:5,{"q":2}:"x"}}') == [({"q": 1}, 5)]
+    assert decode_table(b'{"table":{{"q":1}:5,{"q":' + b"[" * 3_000 + b"}:6}}") == [({"q": 1}, 5)]
 
 
 def test_a_version_has_rocketmqs_names() -> None:

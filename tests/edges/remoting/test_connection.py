@@ -18,7 +18,8 @@ from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, 
 from timeball.edges.remoting.connection import Connection
 from timeball.model.errors import Unavailable
 
-ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"})
+OPAQUE = 7
+ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=OPAQUE, ext={"topic": "TBW102"})
 
 
 def open_connections(node: RunningNode) -> set[Connection]:
@@ -34,9 +35,9 @@ def test_frames_in_pieces_and_several_at_once_are_answered(wire: Wire) -> None:
     data = encode(ROUTE)
     for at in range(len(data)):
         wire.send_bytes(data[at : at + 1])
-    assert wire.answer_to(7).code == 0
+    assert wire.answer_to(OPAQUE).code == 0
     wire.send_bytes(data * 3)
-    assert wire.answer_to(7).code == 0
+    assert wire.answer_to(OPAQUE).code == 0
 
 
 class Recorder(asyncio.Transport):
@@ -65,7 +66,7 @@ class Recorder(asyncio.Transport):
 
 
 def writes_of_one_read(answers: Callable[[Connection, Any], None], frames: int) -> list[bytes]:
-    """Return the writes after one read of so many frames, each handled by `answers`."""
+    """Receive `frames` frames in one read, call `answers(connection, frame)` for each, and return the writes."""
 
     async def read() -> list[bytes]:
         def receive(connection: Connection, result: list[Any]) -> None:
@@ -103,7 +104,7 @@ def test_answers_before_a_close_or_a_bad_frame_are_sent() -> None:
 
     def refuse(connection: Connection, _: object) -> None:
         connection.write(b"one,")
-        raise BadFrame("the second is none")
+        raise BadFrame("the second frame is invalid")
 
     assert writes_of_one_read(close, 3) == [b"bye,"]
     assert writes_of_one_read(refuse, 3) == [b"one,"]
@@ -125,7 +126,7 @@ def test_a_client_without_valid_frames_is_disconnected_and_others_are_not(
         bad.send_bytes(data)
         assert bad.is_closed()
     wire.send_bytes(encode(ROUTE))
-    assert wire.answer_to(7).code == 0
+    assert wire.answer_to(OPAQUE).code == 0
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
@@ -147,22 +148,22 @@ def test_a_bad_header_is_answered_and_the_connection_stays_open(
     one_way = msgspec.structs.replace(bad, opaque=6, flag=CommandFlag.ONE_WAY)
     with Wire.to(node, serialisation) as wire:
         wire.send_bytes(encode(bad) + encode(one_way) + encode(route))
-        assert (wire.answer_to(5).code, wire.answer_to(7).code) == (answer, 0)
+        assert (wire.answer_to(5).code, wire.answer_to(OPAQUE).code) == (answer, 0)
         assert not wire._answers, "one-way requests have no answer"
 
 
 def test_half_a_frame_has_a_deadline(node: RunningNode, wire: Wire) -> None:
     wire.send_bytes(encode(ROUTE)[:-1])
     connection = only_connection(node)
-    eventually(lambda: connection._frame_begun_s is not None, "half a frame has come")
-    since = connection._frame_begun_s
-    assert since is not None
-    node.loop.call_soon_threadsafe(connection.check_deadlines, since + module.HALF_FRAME_S)
+    eventually(lambda: connection._frame_begun_s is not None, "the beginning of a frame is received")
+    begun_s = connection._frame_begun_s
+    assert begun_s is not None
+    node.loop.call_soon_threadsafe(connection.check_deadlines, begun_s + module.HALF_FRAME_S)
     wire.send_bytes(encode(ROUTE)[-1:])
-    assert wire.answer_to(7).code == 0, "just in time"
-    eventually(lambda: connection._frame_begun_s is None, "the frame has ended")
+    assert wire.answer_to(OPAQUE).code == 0, "the connection is open until HALF_FRAME_S has passed"
+    eventually(lambda: connection._frame_begun_s is None, "the frame is complete")
     wire.send_bytes(encode(ROUTE)[:-1])
-    eventually(lambda: connection._frame_begun_s is not None, "half a frame again")
+    eventually(lambda: connection._frame_begun_s is not None, "the beginning of another frame is received")
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.HALF_FRAME_S + 1)
     assert wire.is_closed()
 
@@ -171,11 +172,11 @@ def test_single_bytes_do_not_extend_the_deadline_of_a_frame(node: RunningNode, w
     data = encode(ROUTE)
     wire.send_bytes(data[:1])
     connection = only_connection(node)
-    eventually(lambda: connection._frame_begun_s is not None, "it has begun")
-    since = connection._frame_begun_s
+    eventually(lambda: connection._frame_begun_s is not None, "the first byte is received")
+    begun_s = connection._frame_begun_s
     wire.send_bytes(data[1:9])
-    eventually(lambda: connection._splitter.held_bytes == 9, "more has come")
-    assert connection._frame_begun_s == since
+    eventually(lambda: connection._splitter.held_bytes == 9, "nine bytes are received")
+    assert connection._frame_begun_s == begun_s
 
 
 def test_a_silent_connection_is_closed(node: RunningNode, wire: Wire) -> None:
@@ -184,40 +185,38 @@ def test_a_silent_connection_is_closed(node: RunningNode, wire: Wire) -> None:
     assert wire.is_closed()
 
 
-def test_a_connection_with_a_pending_request_is_not_silent(node: RunningNode, wire: Wire) -> None:
+def test_a_connection_with_a_pending_request_is_not_closed_as_silent(node: RunningNode, wire: Wire) -> None:
     connection = only_connection(node)
     connection.calls = 1
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
     wire.send_bytes(encode(ROUTE))
-    assert wire.answer_to(7).code == 0
+    assert wire.answer_to(OPAQUE).code == 0
 
 
 def test_a_client_that_reads_no_answers_is_disconnected(node: RunningNode, wire: Wire) -> None:
     connection = only_connection(node)
-    closed = asyncio.run_coroutine_threadsafe(_flood(connection), node.loop)
-    assert closed.result(60)
+
+    async def write_too_much() -> None:
+        part = bytes(1024 * 1024)
+        for _ in range(module.OUTBOUND_BYTES_MAX // len(part) * 2):
+            connection.write(part)
+
+    node.run(write_too_much())
     assert not connection.is_open
-
-
-async def _flood(connection: Connection) -> bool:
-    part = bytes(1024 * 1024)
-    for _ in range(module.OUTBOUND_BYTES_MAX // len(part) * 2):
-        connection.write(part)
-    return not connection.is_open
 
 
 def test_a_closed_connection_whose_client_does_not_read_is_aborted(node: RunningNode, wire: Wire) -> None:
     connection = only_connection(node)
 
-    async def end() -> None:
+    async def write_and_close() -> None:
         connection.write(b"x" * module.OUTBOUND_BYTES_MAX)
         connection.close()
         connection.check_deadlines(node.loop.time() + module.GOODBYE_S - 1)
 
-    node.run(end())
-    assert open_connections(node) == {connection}, "there is time to take what was written"
+    node.run(write_and_close())
+    assert open_connections(node) == {connection}, "the client may still read the answer"
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.GOODBYE_S + 1)
-    eventually(lambda: not open_connections(node), "gone")
+    eventually(lambda: not open_connections(node), "the connection is aborted")
 
 
 def test_a_request_of_the_broker_gets_its_answer(node: RunningNode, wire: Wire) -> None:
@@ -236,7 +235,7 @@ def test_a_request_of_the_broker_without_an_answer_is_unavailable(node: RunningN
     with pytest.raises(Unavailable, match="disconnected"):
         asked.result(60)
     assert not connection._pending_requests
-    eventually(lambda: not open_connections(node), "forgotten")
+    eventually(lambda: not open_connections(node), "the node has noticed the end of the connection")
     with pytest.raises(Unavailable, match="disconnected"):
         asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop).result(60)
 
@@ -249,4 +248,4 @@ def test_a_connection_beyond_the_maximum_is_closed(
     with Wire.to(node) as second:
         assert second.is_closed()
     wire.send_bytes(encode(ROUTE))
-    assert wire.answer_to(7).code == 0
+    assert wire.answer_to(OPAQUE).code == 0

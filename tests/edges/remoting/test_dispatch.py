@@ -16,8 +16,8 @@ from timeball.model.errors import InvalidMessage, OverLimit
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
 
-def answered_by(node: RunningNode, handler: object) -> Wire:
-    """Return a wire to a node on which this handler serves request code 9000."""
+def wire_with_handler(node: RunningNode, handler: object) -> Wire:
+    """Let the handler serve request code 9000 of the node, and return a wire to it."""
     node.node.edges.remoting._dispatch._handlers[9000] = handler  # type: ignore[union-attr, assignment]
     return Wire.to(node)
 
@@ -26,7 +26,7 @@ def test_an_unknown_code_is_not_supported(wire: Wire) -> None:
     answer = wire.ask(9_999)
     assert answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
     assert "9999" in str(answer.remark)
-    assert wire.ask(ROUTE, topic="TBW102").code == 0, "the connection lives on"
+    assert wire.ask(ROUTE, topic="TBW102").code == 0, "the connection stays open"
 
 
 def test_a_one_way_request_is_not_answered(wire: Wire) -> None:
@@ -50,16 +50,17 @@ def test_a_one_way_request_is_not_answered(wire: Wire) -> None:
 def test_an_error_of_a_handler_becomes_an_answer(
     node: RunningNode, error: Exception, code: int, later: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def now(call: Call) -> Reply:
+    def answer_at_once(call: Call) -> Reply:
         raise error
 
-    async def soon(call: Call) -> Reply:
+    async def answer_later(call: Call) -> Reply:
         raise error
 
-    with caplog.at_level(logging.WARNING), answered_by(node, soon if later else now) as wire:
+    handler = answer_later if later else answer_at_once
+    with caplog.at_level(logging.WARNING), wire_with_handler(node, handler) as wire:
         answer = wire.ask(9000)
     assert answer.code == code
-    assert "secret" not in str(answer.remark), "what we did wrong stands in the log, not on the wire"
+    assert "secret" not in str(answer.remark), "the text of an unexpected error is only logged"
     assert ("secret" in caplog.text) == isinstance(error, ValueError)
 
 

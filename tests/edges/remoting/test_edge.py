@@ -27,9 +27,9 @@ def test_a_taken_port_names_its_option_and_leaves_nothing_open(tmp_path: Path) -
             running = RunningNode(tmp_path / option, **{option: port})
             with pytest.raises(SetupError, match=f"--{option.replace('_', '-')} {port}"):
                 running.start()
-            again = RunningNode(tmp_path / option)
-            again.start()  # the folder is free
-            again.stop()
+            other = RunningNode(tmp_path / option)
+            other.start()  # the failed node has released the folder
+            other.stop()
 
 
 def test_port_minus_one_disables_listening(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_stopping_closes_connections(tmp_path: Path) -> None:
     running = RunningNode(tmp_path)
     running.start()
     wire = Wire.to(running)
-    assert wire.ask(105, topic="TBW102").code == 0
+    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102").code == 0
     running.stop()
     assert wire.is_closed()
     wire.close()
@@ -60,43 +60,42 @@ def test_a_client_that_does_not_read_does_not_delay_a_stop(
     running = RunningNode(tmp_path)
     running.start()
     wire = Wire.to(running)
-    assert wire.ask(105, topic="TBW102").code == 0
+    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102").code == 0
     remoting = running.node.edges.remoting
     assert remoting is not None
     [connection] = remoting._connections
-    # More than the kernel's buffers hold, and nobody reads.
+    # The client does not read, and the kernel cannot buffer so many bytes.
     running.loop.call_soon_threadsafe(connection.write, bytes(32 * 1024 * 1024))
     running.stop()
     wire.close()
 
 
-def test_every_request_is_in_the_documentation(node: RunningNode) -> None:
-    """And the tables of requests contain no other codes."""
+def test_the_documentation_lists_exactly_the_answered_requests(node: RunningNode) -> None:
     page = (Path(__file__).parents[3] / "docs/protocols/remoting.md").read_text()
     section = page.split("## Requests")[1].split("## Limits")[0]
-    told: dict[int, str] = {}
+    documented: dict[int, str] = {}
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         codes = re.findall(r"\d+", cells[0]) if cells[0][:1].isdigit() else []
-        told |= dict(zip(map(int, codes), cells[1].split(", ") if codes else [], strict=True))
+        documented |= dict(zip(map(int, codes), cells[1].split(", ") if codes else [], strict=True))
     remoting = node.node.edges.remoting
     assert remoting is not None
     answered = {int(code) for code in remoting._dispatch._handlers} | SEND_CODES
-    assert told == {code: RequestCode(code).name for code in answered}
+    assert documented == {code: RequestCode(code).name for code in answered}
 
 
-def test_a_failed_watch_stops_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_periodic_check_stops_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timeball.edges.remoting.edge.DEADLINES_CHECK_S", 0.01)
 
-    def broken() -> None:
-        raise ValueError("a bug of ours")
+    def fail() -> None:
+        raise ValueError("an error of the check")
 
     with running_node(tmp_path) as running:
         remoting, failed = running.node.edges.remoting, running.node._failed
         assert remoting is not None and failed is not None
-        remoting._heartbeats.expire = broken  # type: ignore[method-assign]
-        eventually(failed.done, "the node hears of it")
-        assert str(failed.exception()) == "a bug of ours"
+        remoting._heartbeats.expire = fail  # type: ignore[method-assign]
+        eventually(failed.done, "the node is told of the error")
+        assert str(failed.exception()) == "an error of the check"
 
 
 # ---- TLS ------------------------------------------------------------------------------------------------------
@@ -107,9 +106,9 @@ def test_both_ports_accept_only_tls(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", **issued.settings) as node:
         for port in (node.node.name_server_port, node.node.remoting_port):
             with SecureWire(port, issued.roots) as wire:
-                assert wire.ask(105, topic="TBW102").code == 0
+                assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102").code == 0
             with Wire(port) as plain:
-                plain.send(105, topic="TBW102")
+                plain.send(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102")
                 assert plain.is_closed()
 
 
@@ -119,13 +118,23 @@ def test_large_answers_and_many_requests_work_over_tls(tmp_path: Path) -> None:
         with SecureWire(node.node.remoting_port, issued.roots) as wire:
             body = os.urandom(1_000_000)
             sent = [
-                wire.send(310, body, a="p", b="orders", e=0, f=0, g=1, h=0, i=f"UNIQ_KEY\x01{n:032}")
+                wire.send(
+                    RequestCode.SEND_MESSAGE_V2,
+                    body,
+                    a="p",
+                    b="orders",
+                    e=0,
+                    f=0,
+                    g=1,
+                    h=0,
+                    i=f"UNIQ_KEY\x01{n:032}",
+                )
                 for n in range(8)
             ]
             assert {wire.answer_to(opaque).code for opaque in sent} == {0}
             pulled = wire.ask(
-                11, consumerGroup="g", topic="orders", queueId=0, queueOffset=0, maxMsgNums=32, sysFlag=4,
-                subscription="*", commitOffset=0, suspendTimeoutMillis=0,
+                RequestCode.PULL_MESSAGE, consumerGroup="g", topic="orders", queueId=0, queueOffset=0, maxMsgNums=32,
+                sysFlag=4, subscription="*", commitOffset=0, suspendTimeoutMillis=0,
             )  # fmt: skip
             assert pulled.code == 0 and body in pulled.body
 

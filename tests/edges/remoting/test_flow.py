@@ -1,4 +1,4 @@
-"""Memory limits of all connections: shared by address, never exceeded, and always released."""
+"""The memory limits of all connections together: never exceeded, shared among addresses, and always released."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from timeball.edges.remoting.connection import Connection, MemoryLimits
 MIB = 1024 * 1024
 OTHER = "127.0.0.2"
 BODY = bytes(MIB)
+OPAQUE = 7
 
 
 def limits_of(node: RunningNode) -> MemoryLimits:
@@ -30,9 +31,9 @@ def connections(node: RunningNode) -> list[Connection]:
     return list(node.node.edges.remoting._connections)
 
 
-def send_frame(opaque: int = 7, body: bytes = BODY) -> bytes:
+def send_frame(body: bytes = BODY) -> bytes:
     fields = {"a": "p", "b": "t", "c": "TBW102", "d": "1", "e": "0", "f": "0", "h": "0", "i": "", "j": "0"}
-    return encode(Command(code=RequestCode.SEND_MESSAGE_V2, opaque=opaque, ext=fields, body=body))
+    return encode(Command(code=RequestCode.SEND_MESSAGE_V2, opaque=OPAQUE, ext=fields, body=body))
 
 
 @contextmanager
@@ -42,6 +43,7 @@ def wires(node: RunningNode, count: int, address: str = "127.0.0.1") -> Iterator
 
 
 def set_limits(node: RunningNode, bytes_max: int) -> MemoryLimits:
+    """Set the limits of received bytes and of unread answers, and return the limits of the node."""
     limits = limits_of(node)
     limits.received.bytes_max = limits.unread.bytes_max = bytes_max
     limits.received._item_bytes_max = 2 * MIB
@@ -54,16 +56,16 @@ def test_incomplete_frames_of_all_connections_are_limited(node: RunningNode) -> 
     with wires(node, 20) as clients:
         for wire in clients:
             wire.send_bytes(data[: 300 * 1024])
-        eventually(lambda: limits.received.waiting == 16, "the others wait")
+        eventually(lambda: limits.received.waiting == 16, "sixteen clients wait")
         assert limits.received.held_bytes <= 5 * MIB
         with wires(node, 1, OTHER) as [other]:
             other.send_bytes(data)
-            assert other.answer_to(7).code == ResponseCode.SUCCESS, "another address has its share"
-        for wire in clients:  # each that was let in ends, and lets in another one
+            assert other.answer_to(OPAQUE).code == ResponseCode.SUCCESS, "another address has its own share"
+        for wire in clients:  # each complete frame frees memory for a client that waits
             wire.send_bytes(data[300 * 1024 :])
-        assert {wire.answer_to(7).code for wire in clients} == {ResponseCode.SUCCESS}
+        assert {wire.answer_to(OPAQUE).code for wire in clients} == {ResponseCode.SUCCESS}
     assert limits.received.held_bytes <= 5 * MIB
-    eventually(lambda: not limits.received.held_bytes, "all is given back")
+    eventually(lambda: not limits.received.held_bytes, "all bytes are released")
 
 
 def test_a_disconnected_client_releases_its_bytes(node: RunningNode) -> None:
@@ -71,8 +73,10 @@ def test_a_disconnected_client_releases_its_bytes(node: RunningNode) -> None:
     with wires(node, 6) as clients:
         for wire in clients:
             wire.send_bytes(data[: 300 * 1024])
-        eventually(lambda: limits.received.waiting == 5, "they wait")
-    eventually(lambda: not limits.received.held_bytes and not limits.received.waiting, "nothing is left")
+        eventually(lambda: limits.received.waiting == 5, "five clients wait")
+    eventually(
+        lambda: not limits.received.held_bytes and not limits.received.waiting, "all bytes are released"
+    )
 
 
 def test_a_connection_that_waits_for_memory_is_not_closed_as_silent(
@@ -81,15 +85,15 @@ def test_a_connection_that_waits_for_memory_is_not_closed_as_silent(
     limits, data = set_limits(node, 4 * MIB), send_frame()
     with wires(node, 2) as [first, second]:
         first.send_bytes(data[:-1])
-        eventually(lambda: limits.received.held_bytes > MIB, "it has begun")
+        eventually(lambda: limits.received.held_bytes > MIB, "the first frame has its memory")
         second.send_bytes(data[: 300 * 1024])
-        eventually(lambda: limits.received.waiting == 1, "no free bytes")
-        waiting = next(each for each in connections(node) if each.flow.is_waiting)
+        eventually(lambda: limits.received.waiting == 1, "the second client waits")
+        waiting = next(connection for connection in connections(node) if connection.flow.is_waiting)
         node.loop.call_soon_threadsafe(waiting.check_deadlines, node.loop.time() + 1_000)
         first.send_bytes(data[-1:])
-        assert first.answer_to(7).code == ResponseCode.SUCCESS
+        assert first.answer_to(OPAQUE).code == ResponseCode.SUCCESS
         second.send_bytes(data[300 * 1024 :])
-        assert second.answer_to(7).code == ResponseCode.SUCCESS
+        assert second.answer_to(OPAQUE).code == ResponseCode.SUCCESS
 
 
 def test_too_many_connections_that_wait_for_memory_are_closed(
@@ -100,20 +104,18 @@ def test_too_many_connections_that_wait_for_memory_are_closed(
     with wires(node, 6) as clients:
         for wire in clients:
             wire.send_bytes(data[: 300 * 1024])
-        # All six are open before three are closed, and on the way there are three as well.
+        # Three connections are also open for a moment while the six connect, so that the waiting ones are counted, too.
         eventually(lambda: limits.received.waiting == 2 and len(connections(node)) == 3, "three are closed")
 
 
-def test_a_large_send_counts_until_it_is_answered_or_refused(node: RunningNode) -> None:
+def test_the_bytes_of_a_large_send_are_released_when_it_is_answered_or_refused(node: RunningNode) -> None:
     limits = limits_of(node)
     with wires(node, 1) as [wire]:
         for body in (BODY, bytes(3 * MIB), bytes(4 * MIB + 1)):
-            most = 0
             wire.send_bytes(send_frame(body=body))
-            most = max(most, limits.received.held_bytes)
-            answer = wire.answer_to(7)
+            answer = wire.answer_to(OPAQUE)
             assert (answer.code == ResponseCode.SUCCESS) == (len(body) <= 4 * MIB)
-            eventually(lambda: not limits.received.held_bytes, "it is given back")
+            eventually(lambda: not limits.received.held_bytes, "all bytes are released")
 
 
 def test_unread_answers_of_all_connections_are_limited(node: RunningNode) -> None:
@@ -123,35 +125,35 @@ def test_unread_answers_of_all_connections_are_limited(node: RunningNode) -> Non
         eventually(lambda: len(connections(node)) == 10, "connected")
 
         async def answer_all() -> int:
-            most = 0
+            highest = 0
             for _ in range(3):
                 for connection in connections(node):
                     connection.write(bytes(3 * MIB))
-                    most = max(most, limits.unread.held_bytes)
-            return most
+                    highest = max(highest, limits.unread.held_bytes)
+            return highest
 
         assert node.run(answer_all()) <= 8 * MIB
         assert limits.unread.held_bytes <= 8 * MIB
-    eventually(lambda: not limits.unread.held_bytes, "all is given back")
+    eventually(lambda: not limits.unread.held_bytes, "all bytes are released")
 
 
 def test_an_address_with_too_many_unread_answers_is_refused_and_others_are_not(node: RunningNode) -> None:
     limits = set_limits(node, 8 * MIB)
-    with wires(node, 1) as [lazy], wires(node, 1, OTHER) as [other]:
+    with wires(node, 1) as [slow], wires(node, 1, OTHER) as [other]:
         eventually(lambda: len(connections(node)) == 2, "connected")
-        own = next(each for each in connections(node) if each.peer[0] != OTHER)
+        slow_connection = next(connection for connection in connections(node) if connection.peer[0] != OTHER)
 
         async def fill() -> None:
-            limits.unread.add("127.0.0.1", 5 * MIB)  # of other connections there
-            own.flow.unread_bytes = 1
+            limits.unread.add("127.0.0.1", 5 * MIB)  # as if other connections of this address did not read
+            slow_connection.flow.unread_bytes = 1
 
         node.run(fill())
-        assert lazy.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SYSTEM_BUSY
+        assert slow.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SYSTEM_BUSY
         assert other.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SUCCESS
 
 
-def test_a_client_with_many_unread_answers_is_not_read_from(node: RunningNode) -> None:
-    """A client that sends requests faster than it reads answers only slows itself down."""
+def test_the_broker_stops_reading_from_a_client_with_many_unread_answers(node: RunningNode) -> None:
+    """A client that sends requests faster than it reads answers slows down only itself."""
     with wires(node, 1) as [wire]:
         eventually(lambda: len(connections(node)) == 1, "connected")
         [connection] = connections(node)
@@ -162,17 +164,16 @@ def test_a_client_with_many_unread_answers_is_not_read_from(node: RunningNode) -
 
         assert node.run(write())
         wire.send_bytes(
-            encode(Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"}))
+            encode(Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=OPAQUE, ext={"topic": "TBW102"}))
         )
-        left = module.UNREAD_HIGH_BYTES + 8 * MIB
+        remaining = module.UNREAD_HIGH_BYTES + 8 * MIB
         wire._socket.settimeout(30)
-        while left > 0:
-            left -= len(wire._socket.recv(min(left, MIB)))
-        assert wire.answer_to(7).code == ResponseCode.SUCCESS
+        while remaining > 0:
+            remaining -= len(wire._socket.recv(min(remaining, MIB)))
+        assert wire.answer_to(OPAQUE).code == ResponseCode.SUCCESS
         assert not connection.flow._is_slow
 
 
-def test_a_peer_address_is_loopback() -> None:
-    """The tests above connect from a second loopback address."""
+def test_the_second_loopback_address_of_these_tests_can_be_bound() -> None:
     with socket.socket() as probe:
         probe.bind((OTHER, 0))

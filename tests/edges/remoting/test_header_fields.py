@@ -1,8 +1,7 @@
-"""Every header field of RocketMQ 5.5.0's requests is read, refused or listed as ignored.
+"""Every header field of the requests of RocketMQ 5.5.0 is read, refused or listed here as ignored.
 
-The lists are those of the `*RequestHeader` classes of `rocketmq-remoting` 5.5.0, for the requests that are served, with
-the classes that they inherit from. A newer client may give a request another meaning by a field; each is read, refused,
-or ignored for the reason that stands here.
+The fields are those of the `*RequestHeader` classes of `rocketmq-remoting` 5.5.0, for the requests that Timeball
+answers. A new field may change the meaning of a request. Thus a field is ignored only for a reason that is stated here.
 """
 
 from __future__ import annotations
@@ -19,49 +18,49 @@ from timeball.edges.remoting.codec.frame import BINARY, JSON
 from timeball.edges.remoting.handlers import heartbeats, pops, pulls, queries, retries, sends
 from timeball.edges.remoting.handlers.admin import groups, progress, topics
 
-# Of RpcRequestHeader and TopicRequestHeader, which most inherit from: `ns` and `nsd`, the client's namespaceV2, which
-# RocketMQ's broker does not read either; `bname` and `lo`, of static topics; `oway`, which the command's flag says.
-INHERITED = {"ns", "nsd", "bname", "oway", "lo"}
+# Not listed are the fields of RpcRequestHeader and TopicRequestHeader, from which most classes inherit: `ns` and `nsd`,
+# the client's namespaceV2, which RocketMQ's broker does not read either; `bname` and `lo`, of static topics; and
+# `oway`, which repeats the flag of the command.
 
-# code: (read, ignored). What is refused stands in UNSUPPORTED_FIELDS.
+# Request code: (the fields that are read, the fields that are ignored). REFUSED has the others.
 FIELDS: dict[int, tuple[str, str]] = {
     11: (
         "consumerGroup topic queueId queueOffset maxMsgNums sysFlag commitOffset suspendTimeoutMillis subscription "
         "subVersion expressionType maxMsgBytes",
-        "requestSource proxyFrowardClientId",  # for logs of a proxy
+        "requestSource proxyFrowardClientId",  # a proxy sends them for the broker's logs
     ),
     12: ("topic key maxNum beginTimestamp endTimestamp indexType", ""),
     14: ("consumerGroup topic queueId setZeroIfNotFound", ""),
     15: ("consumerGroup topic queueId commitOffset", ""),
     17: (
         "topic readQueueNums writeQueueNums perm topicFilterType topicSysFlag order attributes",
-        "defaultTopic force",  # nothing is inherited from a template, and nothing is checked less
+        "defaultTopic force",  # there is no template topic to inherit from, and the checks are always the same
     ),
-    21: ("", "topicSeq dataVersion maxTopicNum"),  # all topics are one page
+    21: ("", "topicSeq dataVersion maxTopicNum"),  # one answer contains all topics
     29: ("topic queueId timestamp boundaryType", ""),
-    30: ("topic queueId", "committed"),  # what is not on disk is in no queue
+    30: ("topic queueId", "committed"),  # a queue contains only rows that are on disk
     31: ("topic queueId", ""),
     32: ("topic queueId", ""),
-    33: ("offset", "topic"),  # the row says it
+    33: ("offset", "topic"),  # the stored message has the topic
     35: ("clientID producerGroup consumerGroup", ""),
-    36: ("offset group delayLevel maxReconsumeTimes", "originMsgId originTopic unitMode"),  # the row says them
+    36: ("offset group delayLevel maxReconsumeTimes", "originMsgId originTopic unitMode"),  # the stored row has them
     37: (
         "producerGroup commitLogOffset commitOrRollback",
-        "topic tranStateTableOffset fromTransactionCheck msgId transactionId",  # the half message says them
+        "topic tranStateTableOffset fromTransactionCheck msgId transactionId",  # the half message has them
     ),
     38: ("consumerGroup", ""),
     100: ("namespace key value", ""),
     101: ("namespace key", ""),
     102: ("namespace key", ""),
     105: ("topic", "acceptStandardJsonOnly"),  # routes are standard JSON for all
-    201: ("", "groupSeq dataVersion maxGroupNum"),  # all groups are one page
+    201: ("", "groupSeq dataVersion maxGroupNum"),  # one answer contains all groups
     202: ("topic", ""),
     203: ("consumerGroup", ""),
     204: ("producerGroup", ""),
     207: ("groupName cleanOffset", ""),
     208: ("consumerGroup topic topicList", ""),
     215: ("topic", ""),
-    216: ("topic", "clusterName"),  # there is one
+    216: ("topic", "clusterName"),  # there is one cluster
     219: ("namespace", ""),
     222: ("group topic queueId offset timestamp isForce", ""),
     223: ("topic group clientAddr", ""),
@@ -79,13 +78,13 @@ FIELDS: dict[int, tuple[str, str]] = {
     370: ("topic recallHandle producerGroup", ""),
     200050: (
         "consumerGroup topic queueId maxMsgNums invisibleTime pollTime initMode expType exp order attemptId",
-        "bornTime",  # the poll's time counts from its arrival
+        "bornTime",  # the waiting time of a request begins with its arrival
     ),
     200051: ("consumerGroup topic queueId extraInfo offset", ""),
     200053: ("consumerGroup topic queueId extraInfo offset invisibleTime", ""),
     200054: (
         "consumerGroup topic queueId pollTime order attemptId",
-        "bornTime expType exp",  # it says that there may be something; the POP behind it filters
+        "bornTime expType exp",  # a notification may be wrong: the POP request that follows applies the filter
     ),
 }  # fmt: skip
 REFUSED = {
@@ -123,7 +122,7 @@ OF_5_5_0 = {
     200054: "consumerGroup topic queueId pollTime bornTime order attemptId expType exp",
 }  # fmt: skip
 
-# What reads them. A handler without a structure reads nothing.
+# The structures that the handlers convert headers to. A handler without one reads no field by name.
 READ_BY: dict[int, type] = {
     11: pulls.PullFields, 12: queries._Query, 14: pulls._Query, 15: pulls._Update, 17: topics._CreateFields,
     29: pulls._Search, 30: pulls._Queue, 31: pulls._Queue, 32: pulls._Queue, 33: queries._View,
@@ -147,11 +146,13 @@ def test_each_field_of_a_header_is_read_or_refused_or_listed_as_ignored(code: in
     assert not read & ignored and not (read | ignored) & refused
     if code in READ_BY:
         fields = {field.encode_name for field in msgspec.structs.fields(READ_BY[code])}
-        assert fields - {"_UNIQUE_KEY_QUERY"} == read  # a field of the command itself, of no class
+        assert fields - {"_UNIQUE_KEY_QUERY"} == read  # that field is in no class: the client adds it
 
 
 def test_every_unsupported_field_is_a_field_of_5_5() -> None:
-    assert set(UNSUPPORTED_FIELDS) - set(" ".join(REFUSED.values()).split()) == {"indexType"}  # by its value
+    assert set(UNSUPPORTED_FIELDS) - set(" ".join(REFUSED.values()).split()) == {
+        "indexType"
+    }  # only some of its values are refused
     assert FIELDS.keys() == OF_5_5_0.keys() and set(FIELDS) <= set(RequestCode)
 
 
@@ -171,7 +172,7 @@ def test_an_unsupported_field_with_an_effect_is_refused(
     node: RunningNode, code: int, fields: dict[str, str], serialisation: int
 ) -> None:
     if serialisation == BINARY and code > 32_767:
-        pytest.skip("POP's codes do not fit the binary header")
+        pytest.skip("the binary header cannot hold the codes of POP requests")
     ext = {
         "consumerGroup": "g", "topic": "orders", "queueId": 0, "queueOffset": 0, "maxMsgNums": 1, "sysFlag": 0,
         "commitOffset": 0, "suspendTimeoutMillis": 0, "subVersion": 0, "offset": 0, "extraInfo": "x",
@@ -188,13 +189,11 @@ def test_an_unsupported_field_with_an_effect_is_refused(
 def test_an_unsupported_field_without_an_effect_is_accepted(node: RunningNode, wire: Wire) -> None:
     sent(wire, properties={"KEYS": "k"})
     query = {"topic": "orders", "maxNum": 1, "beginTimestamp": 0, "endTimestamp": 1 << 60}
-    for more in (
+    for fields in (
         {"indexType": "K", "key": "k"},
         {"indexType": "U", "key": "AB" * 16},
         {"lastKey": "", "key": "k"},
     ):
-        assert wire.ask_ok(RequestCode.QUERY_MESSAGE, **query, **more).body
-    assert (
-        wire.ask(RequestCode.QUERY_MESSAGE, **query, indexType="U", key="k").code
-        == ResponseCode.QUERY_NOT_FOUND
-    )
+        assert wire.ask_ok(RequestCode.QUERY_MESSAGE, **query, **fields).body
+    answer = wire.ask(RequestCode.QUERY_MESSAGE, **query, indexType="U", key="k")
+    assert answer.code == ResponseCode.QUERY_NOT_FOUND

@@ -22,11 +22,15 @@ from timeball.model.errors import SetupError
 NOWHERE = ("127.0.0.1", 1)
 
 
-class Names:
-    """A name server on its own event loop. `leaders` may be changed while it runs."""
+class RunningNameServer:
+    """A name server on its own event loop.
+
+    `leaders` has the address (host, port) of the leader of each group by broker name, None for a group without a
+    leader. It may be changed while the server runs.
+    """
 
     def __init__(self, leaders: dict[str, tuple[str, int] | None]) -> None:
-        self.places = leaders
+        self.leaders = leaders
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -34,7 +38,7 @@ class Names:
         self.port = self._run(self.server.start("127.0.0.1", 0))
 
     async def _make(self) -> NameServer:
-        return NameServer(lambda: [GroupLeader(*item) for item in self.places.items()])
+        return NameServer(lambda: [GroupLeader(*item) for item in self.leaders.items()])
 
     def _run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(BOUND_S)
@@ -47,8 +51,8 @@ class Names:
 
 
 @contextmanager
-def name_server_of(leaders: dict[str, tuple[str, int] | None]) -> Iterator[tuple[Names, Wire]]:
-    server = Names(leaders)
+def name_server_of(leaders: dict[str, tuple[str, int] | None]) -> Iterator[tuple[RunningNameServer, Wire]]:
+    server = RunningNameServer(leaders)
     try:
         with Wire(server.port) as wire:
             yield server, wire
@@ -89,7 +93,7 @@ def test_a_route_has_the_queues_of_all_groups(groups: list[RunningNode]) -> None
         assert queues == {"g1": 2, "g2": 3}
         assert addresses == {"g1": {"0": f"127.0.0.1:{one[1]}"}, "g2": {"0": f"127.0.0.1:{two[1]}"}}
         assert route(wire, "only-one")[0] == {"g1": 1}
-        assert set(route(wire, "TBW102")[0]) == {"g1", "g2"}, "a new topic may be made in each"
+        assert set(route(wire, "TBW102")[0]) == {"g1", "g2"}, "a new topic may be created in each group"
         answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="unknown")
         assert answer.code == ResponseCode.TOPIC_NOT_EXIST
 
@@ -98,12 +102,12 @@ def test_a_group_without_a_leader_keeps_its_queues_and_has_no_address(groups: li
     one, two = map(address_of, groups)
     with name_server_of({"g1": one, "g2": two}) as (server, wire):
         route(wire, "orders")
-        for gone in (None, NOWHERE):  # known to be gone, or gone without a word
-            server.places["g2"] = gone
+        for leader in (None, NOWHERE):  # no leader, or one that cannot be reached
+            server.leaders["g2"] = leader
             queues, addresses = route(wire, "orders")
             assert queues == {"g1": 2, "g2": 3} and addresses["g2"] == {} and addresses["g1"]
-        server.places["g2"] = two
-        assert route(wire, "orders")[1]["g2"], "it is back"
+        server.leaders["g2"] = two
+        assert route(wire, "orders")[1]["g2"], "the leader can be reached again"
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def fake_leader(body: bytes) -> Iterator[tuple[str, int]]:
             connection.sendall(
                 encode(Command(code=0, opaque=decode(frame).opaque, flag=CommandFlag.RESPONSE, body=body))
             )
-            connection.recv(1)  # until it is closed
+            connection.recv(1)  # returns when the name server closes the connection
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, daemon=True)

@@ -27,7 +27,7 @@ from timeball.edges.remoting.calls import (
     verify_signer,
 )
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
+from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command
 from timeball.edges.remoting.connection import UNSIGNED_S
 from timeball.edges.remoting.handlers.sends import Transactions
 from timeball.model.access import Access, Verb, parse
@@ -80,7 +80,7 @@ def test_the_signature_is_over_the_values_in_the_order_of_their_names_and_the_bo
 
 
 @pytest.mark.parametrize(
-    "spoilt",
+    "changed",
     [
         {"body": b"hullo"},
         {"b": "news"},
@@ -94,21 +94,21 @@ def test_the_signature_is_over_the_values_in_the_order_of_their_names_and_the_bo
     ],
     ids=str,
 )
-def test_a_changed_request_is_unauthorized(spoilt: dict[str, Any]) -> None:
+def test_a_changed_request_is_unauthorized(changed: dict[str, Any]) -> None:
     with pytest.raises(Unauthorized):
-        verify_signer(ACCESS, request(**spoilt))
+        verify_signer(ACCESS, request(**changed))
 
 
-def test_clients_up_to_4_9_3_add_a_field_that_they_do_not_sign() -> None:
-    asked = request(_UNIQUE_KEY_QUERY="true")
+def test_the_unique_key_query_field_of_clients_up_to_4_9_3_is_not_signed() -> None:
+    command = request(_UNIQUE_KEY_QUERY="true")
     with pytest.raises(Unauthorized):
-        verify_signer(ACCESS, asked)
-    asked.version = 399
-    assert verify_signer(ACCESS, asked).name == "shop"
+        verify_signer(ACCESS, command)
+    command.version = 399
+    assert verify_signer(ACCESS, command).name == "shop"
 
 
 @given(st.dictionaries(st.sampled_from(["AccessKey", "Signature", "b", "topic"]), st.text()), st.binary())
-def test_any_unsigned_header_is_refused(ext: dict[str, str], body: bytes) -> None:
+def test_a_header_without_a_valid_signature_is_refused(ext: dict[str, str], body: bytes) -> None:
     with pytest.raises(Unauthorized):
         verify_signer(ACCESS, Command(310, ext=ext, body=body, version=VERSION))
 
@@ -117,15 +117,17 @@ def test_any_unsigned_header_is_refused(ext: dict[str, str], body: bytes) -> Non
     st.sampled_from([*REQUIRED_PERMISSIONS, 17, 25, 999]),
     st.dictionaries(st.sampled_from(["b", "topic", "group"]), st.text()),
 )
-def test_an_account_without_rules_may_only_look(code: int, ext: dict[str, str]) -> None:
-    bare = Access(parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f"))
-    who = bare.authenticate({"authorization": "Bearer bare:12345678"}, 0)
+def test_an_account_without_rules_may_only_send_requests_that_need_no_permission(
+    code: int, ext: dict[str, str]
+) -> None:
+    access = Access(parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f"))
+    caller = access.authenticate({"authorization": "Bearer bare:12345678"}, 0)
     required = REQUIRED_PERMISSIONS.get(code)
     if required is not None and required.verb is Verb.LOOK and required.topic is None:
-        check_permission(who, Command(code, ext=ext))
+        check_permission(caller, Command(code, ext=ext))
         return
     with pytest.raises(RequestError):
-        check_permission(who, Command(code, ext=ext))
+        check_permission(caller, Command(code, ext=ext))
 
 
 # ---- on a real node -----------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def test_an_account_with_send_permission_can_send(node: RunningNode, serialisati
         answer = sent(wire)
         assert answer.code == ResponseCode.SUCCESS, answer.remark
         assert sent(wire, topic="news").code == DENIED
-        assert sent(wire).code == ResponseCode.SUCCESS, "and a refusal harms nothing"
+        assert sent(wire).code == ResponseCode.SUCCESS, "the connection stays usable after a refusal"
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
@@ -156,12 +158,14 @@ def test_a_request_without_a_valid_signature_is_refused(
     assert node.broker.log.writer.next_seq == before
 
 
-def test_every_request_code_with_an_account_without_rights(node: RunningNode, other: SignedWire) -> None:
+def test_an_account_without_rights_is_refused_all_requests_that_need_a_permission(
+    node: RunningNode, other: SignedWire
+) -> None:
     """Every request code, with a topic and a group that the account may not use."""
     remoting = node.node.edges.remoting
     assert remoting is not None
     before = node.broker.log.writer.next_seq
-    let_through = set()
+    accepted_codes = set()
     for code in [*sorted(remoting._dispatch._handlers), 10, 310, 320]:
         bodies: dict[int, Any] = {
             RequestCode.HEART_BEAT: {
@@ -180,15 +184,15 @@ def test_every_request_code_with_an_account_without_rights(node: RunningNode, ot
             commitLogOffset=1 << 40, producerGroup="p", commitOrRollback=8, namespace="n",
         )  # fmt: skip
         if answer.code != DENIED:
-            let_through.add(RequestCode(code))
-    assert let_through == {
+            accepted_codes.add(RequestCode(code))
+    assert accepted_codes == {
         RequestCode.GET_ROUTEINFO_BY_TOPIC,
         RequestCode.GET_BROKER_CLUSTER_INFO,
         RequestCode.CHECK_CLIENT_CONFIG,
         RequestCode.GET_KV_CONFIG,
         RequestCode.GET_KVLIST_BY_NAMESPACE,
-        RequestCode.END_TRANSACTION,  # of no half message that is open
-        RequestCode.VIEW_MESSAGE_BY_ID,  # of no message that there is
+        RequestCode.END_TRANSACTION,  # there is no such half message
+        RequestCode.VIEW_MESSAGE_BY_ID,  # there is no such message
     }
     assert node.broker.log.writer.next_seq == before
     assert "orders_of_nobody" not in node.broker.topics()
@@ -201,9 +205,9 @@ def test_an_unknown_code_is_not_supported_instead_of_forbidden(other: SignedWire
 def test_an_administrator_may_create_topics_and_send(root: SignedWire) -> None:
     root.ask_ok(
         RequestCode.UPDATE_AND_CREATE_TOPIC,
-        topic="made", readQueueNums=1, writeQueueNums=1, perm=6, topicFilterType="SINGLE_TAG", defaultTopic="TBW102",
+        topic="created", readQueueNums=1, writeQueueNums=1, perm=6, topicFilterType="SINGLE_TAG", defaultTopic="TBW102",
     )  # fmt: skip
-    assert sent(root, topic="made").code == ResponseCode.SUCCESS
+    assert sent(root, topic="created").code == ResponseCode.SUCCESS
 
 
 def test_a_request_without_a_topic_or_group_name_is_refused(shop: SignedWire) -> None:
@@ -216,31 +220,28 @@ def test_a_forbidden_one_way_request_is_not_answered_and_has_no_effect(
     before = node.broker.log.writer.next_seq
     shop.send(310, b"x", one_way=True, a="p", b="news", e=0, f=0, g=1, h=0, i="")
     assert sent(shop).code == ResponseCode.SUCCESS
-    kept = node.broker.read_log(before, node.broker.log.writer.next_seq, [Kind.MESSAGE])
-    assert sum(rows.num_rows for rows in kept) == 1  # what the broker notes of topics is no message
+    messages = node.broker.read_log(before, node.broker.log.writer.next_seq, [Kind.MESSAGE])
+    assert sum(rows.num_rows for rows in messages) == 1
 
 
 def test_a_request_with_two_codes_is_checked_as_it_is_handled(node: RunningNode) -> None:
-    """A header with two codes: one decoder would read a send, the other a harmless request."""
+    """The header has the codes 310 (a send) and 105 (a route), and two topics. Both times the last one counts."""
     before = node.broker.log.writer.next_seq
-    header = encode(Command(105, opaque=7, ext={"topic": "TBW102", "b": "news", "a": "p"}))
-    with SignedWire.of(node, "shop") as wire:
-        # Signed as it is read at last; and in front of it a code that would make it a send for who looks no further.
-        wire.send_bytes(header)
-        assert wire.answer_to(7).code == ResponseCode.SUCCESS
-    twice = (
+    header = (
         b'{"code":310,"opaque":8,"flag":0,"version":409,"extFields":{"AccessKey":"shop","a":"p","b":"orders",'
+        b'"b":"news","e":"0","f":"0","g":"1","h":"0","i":"","Signature":"%s"},"code":105}'
     )
-    twice += b'"b":"news","e":"0","f":"0","g":"1","h":"0","i":"","Signature":"%s"},"code":105}'
     digest = hmac.new(b"shop secret 1", b"shoppnews0010", hashlib.sha1).digest()
-    raw = twice % base64.b64encode(digest)
+    header %= base64.b64encode(digest)
     with Wire.to(node) as wire:
-        wire.send_bytes((4 + len(raw)).to_bytes(4, "big") + len(raw).to_bytes(4, "big") + raw)
-        assert wire.answer_to(8).code != DENIED  # it is code 105 for everybody
+        wire.send_bytes((4 + len(header)).to_bytes(4, "big") + len(header).to_bytes(4, "big") + header)
+        assert wire.answer_to(8).code != DENIED, (
+            "an account without permission to send to `news` may ask for routes"
+        )
     assert node.broker.log.writer.next_seq == before
 
 
-# ---- what only the body, or a row, says ------------------------------------------------------------------------
+# ---- permissions that depend on the body of a request or on a stored message ------------------------------------
 
 
 def test_the_sequence_number_of_a_forbidden_message_gives_no_access(
@@ -259,10 +260,10 @@ def test_the_sequence_number_of_a_forbidden_message_gives_no_access(
     shop.ask_ok(back, offset=seq, group="workers", delayLevel=0)
 
 
-def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
+def test_a_half_message_is_ended_and_checked_only_by_accounts_that_may_send_it(
     node: RunningNode, shop: SignedWire, other: SignedWire
 ) -> None:
-    half = sent(shop, b"half", f=4, properties={"TRAN_MSG": "true", "PGROUP": "payers"})
+    half = sent(shop, b"half", sys_flag=4, properties={"TRAN_MSG": "true", "PGROUP": "payers"})
     seq = int(half.ext["msgId"][-16:], 16)
     for wire, name in ((other, "b"), (shop, "a")):
         wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": name, "producerDataSet": [{"groupName": "payers"}]})
@@ -273,30 +274,31 @@ def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
     assert len(remoting.context.sessions.producers("payers")) == 2
     [producer] = Transactions(remoting.context)._permitted_producers(result)
     assert producer.caller.name == "shop"
-    ends = {"producerGroup": "payers", "commitLogOffset": seq, "commitOrRollback": 12}
-    assert other.ask(RequestCode.END_TRANSACTION, **ends).code == DENIED
-    shop.ask_ok(RequestCode.END_TRANSACTION, **ends)
+    rollback = {"producerGroup": "payers", "commitLogOffset": seq, "commitOrRollback": 12}
+    assert other.ask(RequestCode.END_TRANSACTION, **rollback).code == DENIED
+    shop.ask_ok(RequestCode.END_TRANSACTION, **rollback)
 
 
-def test_a_heartbeat_for_another_s_group_or_topic_is_refused(node: RunningNode, other: SignedWire) -> None:
+def test_a_heartbeat_with_a_forbidden_group_or_topic_is_refused(node: RunningNode, other: SignedWire) -> None:
     def beat(group: str, topic: str) -> int:
-        told = {
+        consumer = {
             "groupName": group,
             "subscriptionDataSet": [{"topic": topic, "subString": "*", "subVersion": 1}],
         }
-        return other.ask(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [told]}).code
+        return other.ask(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [consumer]}).code
 
     assert beat("workers", "news") == beat("readers", "orders") == DENIED
-    assert node.node.edges is not None and not node.node.edges.remoting.context.sessions.consumer_ids(
-        "readers"
-    )
+    assert node.node.edges is not None
+    assert not node.node.edges.remoting.context.sessions.consumer_ids("readers")
     assert beat("readers", "news") == ResponseCode.SUCCESS
     assert other.ask(RequestCode.UNREGISTER_CLIENT, clientID="c", consumerGroup="workers").code == DENIED
 
 
-def test_a_delayed_message_is_recalled_by_those_who_may_send_it(shop: SignedWire, other: SignedWire) -> None:
-    later = sent(shop, properties={"UNIQ_KEY": "C" * 32, "TIMER_DELAY_SEC": "3600"})
-    handle = later.ext["recallHandle"]
+def test_a_delayed_message_is_recalled_only_by_accounts_that_may_send_it(
+    shop: SignedWire, other: SignedWire
+) -> None:
+    delayed = sent(shop, properties={"UNIQ_KEY": "C" * 32, "TIMER_DELAY_SEC": "3600"})
+    handle = delayed.ext["recallHandle"]
     recall = RequestCode.RECALL_MESSAGE
     assert other.ask(recall, topic="orders", recallHandle=handle).code == DENIED
     assert other.ask(recall, topic="news", recallHandle=handle).code != ResponseCode.SUCCESS
@@ -308,7 +310,7 @@ def test_a_delayed_message_is_recalled_by_those_who_may_send_it(shop: SignedWire
     [
         b"\x7f\xff\xff\xff\x00\x00\x00\x04",
         b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake to a port that speaks none
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake; the port has no TLS
     ],
 )
 def test_a_client_without_valid_frames_is_disconnected_and_others_are_not(
@@ -326,10 +328,10 @@ def test_a_bad_header_is_denied_unless_it_is_signed(
     node: RunningNode, shop: SignedWire, ext: dict[str, str]
 ) -> None:
     assert shop.ask(310, b"body", **ext).code == ResponseCode.INVALID_PARAMETER
-    with Wire.to(node) as stranger:
-        assert stranger.ask(310, b"body", **ext).code == DENIED
+    with Wire.to(node) as unsigned:
+        assert unsigned.ask(310, b"body", **ext).code == DENIED
         too_large = {"i": "x" * HEADER_BYTES_MAX}
-        assert stranger.ask(310, b"body", **too_large).code == ResponseCode.MESSAGE_ILLEGAL
+        assert unsigned.ask(310, b"body", **too_large).code == ResponseCode.MESSAGE_ILLEGAL
     assert sent(shop).code == ResponseCode.SUCCESS
 
 
@@ -339,7 +341,7 @@ def test_a_removed_account_is_refused_at_its_next_request(tmp_path: Path) -> Non
         assert sent(wire).code == ResponseCode.SUCCESS
         path.write_text(ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
         node.loop.call_soon_threadsafe(node.node.security.reload)
-        eventually(lambda: sent(wire).code == DENIED, "the old secret is of no use")
+        eventually(lambda: sent(wire).code == DENIED, "the old secret is refused")
         wire.secret = "shop secret 9"
         assert sent(wire).code == ResponseCode.SUCCESS
 
@@ -348,28 +350,29 @@ def test_a_connection_without_a_signed_request_is_closed(node: RunningNode, shop
     remoting = node.node.edges.remoting
     assert remoting is not None
     assert sent(shop).code == ResponseCode.SUCCESS
-    [signed] = remoting._connections
-    with Wire.to(node) as stranger:
-        assert stranger.ask(105, topic="TBW102").code == DENIED
-        [unsigned] = remoting._connections - {signed}
-        for connection in (signed, unsigned):
+    [signed_connection] = remoting._connections
+    with Wire.to(node) as unsigned:
+        assert unsigned.ask(105, topic="TBW102").code == DENIED
+        [unsigned_connection] = remoting._connections - {signed_connection}
+        for connection in (signed_connection, unsigned_connection):
             later_s = node.loop.time() + UNSIGNED_S + 1
             node.loop.call_soon_threadsafe(partial(connection.check_deadlines, later_s, must_sign=True))
-        assert stranger.is_closed()
+        assert unsigned.is_closed()
     assert sent(shop).code == ResponseCode.SUCCESS
 
 
-# ---- the table ------------------------------------------------------------------------------------------------
+# ---- the table of permissions ---------------------------------------------------------------------------------
 
 
-def test_the_table_has_only_codes_with_a_handler(node: RunningNode) -> None:
+def test_permissions_are_stated_only_for_codes_with_a_handler(node: RunningNode) -> None:
     remoting = node.node.edges.remoting
     assert remoting is not None
     assert set(REQUIRED_PERMISSIONS) <= {int(code) for code in remoting._dispatch._handlers} | {10, 310, 320}
 
 
-def test_signatures_count_if_there_is_an_access_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one, no request pays for a signature."""
+def test_signatures_are_not_checked_without_an_access_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edges.calls, "verify_signer", lambda *_: 1 / 0)
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         opaques = [send(wire, properties={"UNIQ_KEY": f"{n:032}"}) for n in range(10)]
