@@ -45,6 +45,7 @@ class Method(NamedTuple):
 
 
 def _method(descriptor: MethodDescriptor) -> Method:
+    """Convert protobuf's description of a call."""
     return Method(
         descriptor.name,
         GetMessageClass(descriptor.input_type),
@@ -84,7 +85,10 @@ class Dispatch:
         return self._decoders.get(name, METHODS[name].request.FromString)
 
     def begin(self, name: str, call: Call, request: Any, reply: Reply) -> bool:
-        """Run a direct handler. Returns False if the call has none, and `unary` or `stream` must answer it."""
+        """Run a direct handler. Returns False if the call has none, and `unary` or `stream` must answer it.
+
+        An error refuses the call by `reply`.
+        """
         begin = self._direct.get(name)
         if begin is None:
             return False
@@ -125,6 +129,7 @@ class Dispatch:
                 await responses.aclose()
 
     def _handler(self, name: str) -> Any:
+        """Look up the handler of a call. Raises Refused if it has none."""
         handler = self._handlers.get(name)
         if handler is None:
             raise Refused(

@@ -43,11 +43,8 @@ class GrpcEdge:
         self._settings, self._tls = broker.settings, security.tls
         sessions: Sessions[str, Client] = Sessions(EXPIRY_MS)
         self.context = context = EdgeContext(broker.settings, broker, sessions)
-        long_polls, receipt_handles, response_buffer = (
-            LongPolls(),
-            ReceiptHandles(broker.tables.receipt_secret.get),
-            MemoryQuota(UNREAD_BYTES_MAX),
-        )
+        long_polls, response_buffer = LongPolls(), MemoryQuota(UNREAD_BYTES_MAX)
+        receipt_handles = ReceiptHandles(broker.tables.receipt_secret.get)
         self._renewals = Renewals(broker.consuming, context.sessions, broker.clock.elapsed_ms)
         handler_tables = [
             Routes(context).handlers,
@@ -108,6 +105,7 @@ class GrpcEdge:
         await self._renewals.close()
 
     async def _end_expired_sessions(self) -> None:
+        """End the sessions of clients without an open stream that have been silent for EXPIRY_MS. Never returns."""
         while True:
             await asyncio.sleep(EXPIRY_CHECK_S)
             for client in self.context.sessions.expired(self.context.monotonic_ms()):
@@ -207,7 +205,7 @@ class GrpcService:
         return self._run(exchange, request)
 
     async def _run(self, exchange: Exchange, request: Any) -> None:
-        """Run a handler and send its responses."""
+        """Run a handler in a task, and send its responses. An internal error ends the call with a gRPC status."""
         method, dispatch = exchange.method, self._dispatch
         call: Any = exchange.call
         try:

@@ -97,7 +97,10 @@ _DUPLICATE_PROPERTY = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
 
 
 def message_type_of(system: SystemProperties) -> MessageType:
-    """Determine a message's type, from its fields if it is unspecified. Raises Refused if type and fields disagree."""
+    """Determine a message's type, from its fields if it is unspecified.
+
+    Raises Refused for an unknown type, a lite topic, or fields that disagree with the type.
+    """
     message_type = system.message_type
     fields = (
         bool(system.message_group), system.HasField("delivery_timestamp"), system.HasField("priority"),
@@ -133,10 +136,10 @@ def encode_row(
     delay_ms_max: int,
     peer: str,
 ) -> SendRow:
-    """Convert a message to a row with the values of SEND_NAMES. Raises Refused.
+    """Convert a message to a row with the values of SEND_NAMES. Raises Refused, InvalidDelay, InvalidMessage.
 
     `message_type` is from `message_type_of`. `queues` is the number of queues of the topic that can be written. `peer`
-    is the born host of a message that has none.
+    is the born host of a message that has none. A due time may be at most `delay_ms_max` after `now_ms`.
     """
     system = message.system_properties
     _check_body(message.body, system)
@@ -224,6 +227,7 @@ def _gzip_to_zlib(body: bytes) -> bytes:
 
 
 def _no_gzip() -> Refused:
+    """Create the error for a body that is not exactly one complete gzip stream."""
     return Refused(
         Code.BAD_REQUEST, "body_encoding GZIP: the body is no gzip, or not exactly one complete stream"
     )
@@ -268,7 +272,7 @@ def _has_control(text: str) -> bool:
 
 
 def _check_text(text: str, code: Code, field: str, column: str) -> str:
-    """Return the text of a field if it fits its column.
+    """Check the text of a field whose value is stored in `column`, and return it.
 
     Raises Refused with this code if it is empty, blank, too long, or has control characters.
     """
@@ -311,6 +315,7 @@ def _join_keys(system: SystemProperties) -> str:
 
 
 def _too_many_keys() -> Refused:
+    """Create the error for keys that are too many, or too long together."""
     return Refused(
         Code.ILLEGAL_MESSAGE_KEY,
         f"at most {limits.KEYS_PER_MESSAGE_MAX} keys of {limits.KEYS_BYTES_MAX} bytes together",
@@ -318,9 +323,10 @@ def _too_many_keys() -> Refused:
 
 
 def _encode_user_properties(message: Message, message_type: MessageType, tag: str, keys: str) -> list[str]:
-    """Encode the user properties, followed by tag and keys, as `name \\x01 value \\x02`. Raises Refused, InvalidDelay.
+    """Encode the user properties, followed by tag and keys, each as `name \\x01 value \\x02`.
 
-    A property that duplicates a field of the message is left out, because the field is encoded later.
+    A property that duplicates a field of the message is left out, because the field is encoded later. Raises Refused
+    and InvalidDelay.
     """
     user_properties = message.user_properties
     if len(user_properties) > USER_PROPERTIES_MAX:
@@ -358,7 +364,10 @@ def _encode_user_properties(message: Message, message_type: MessageType, tag: st
 
 
 def _check_local_time(text: str, message_type: MessageType) -> str:
-    """Convert a local time and its zone to the form that is stored. Raises Refused and InvalidDelay."""
+    """Convert a local time and its zone to the form that is stored.
+
+    Raises Refused for a message without a delivery timestamp, or InvalidDelay if the text cannot be read.
+    """
     if message_type != DELAY:
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
@@ -368,6 +377,7 @@ def _check_local_time(text: str, message_type: MessageType) -> str:
 
 
 def _check_message_group(group: str) -> str:
+    """Return the message group if it is valid. Raises Refused."""
     if len(group) > MESSAGE_GROUP_CHARACTERS_MAX or not group.strip() or _has_control(group):
         raise Refused(
             Code.ILLEGAL_MESSAGE_GROUP,
@@ -411,7 +421,7 @@ def _read_born_ms(system: SystemProperties, now_ms: int) -> int:
 
 
 def _encode_transaction_properties(system: SystemProperties, topic: str, message_id: str) -> str:
-    """Encode the properties of a half message.
+    """Encode the properties that a half message has in addition. Raises Refused for an invalid recovery duration.
 
     The topic is used as the producer group, because producers have no group over gRPC.
     """
@@ -464,7 +474,7 @@ decode_send: Callable[[bytes], Any] = SendMessageRequest.FromString if read_plai
 
 
 def topics_in_send(request: Any) -> list[Resource]:
-    """Find the topics in a decoded request: one, or several in a call that the handler refuses later."""
+    """List the topics of a request from `decode_send`, each once. The handler refuses a request with several topics."""
     if isinstance(request, SendMessageRequest):
         topics = [message.topic for message in request.messages]
         return list({(topic.resource_namespace, topic.name): topic for topic in topics}.values())

@@ -140,6 +140,7 @@ def messages(
 
 
 def _iterate_rows(rows: ReadRows) -> Iterator[_Row]:
+    """Yield the rows, which are tuples of values or Arrow columns."""
     if isinstance(rows, NumberedRows):
         return map(_Row._make, map(_GET_COLUMNS, rows.values))
     return map(_Row._make, zip(*[rows.column(name).to_pylist() for name in _Row._fields], strict=True))
@@ -192,6 +193,7 @@ def _build_system_properties(
 def _determine_type(
     is_committed_half: bool, has_delivery_time: bool, has_group: bool, has_priority: bool
 ) -> MessageType:
+    """Determine the type of a message from its row. A row does not store the type."""
     if is_committed_half:
         return TRANSACTION
     if has_delivery_time:

@@ -224,7 +224,7 @@ cdef bint read_system(Fields* fields, Text data) noexcept:
 
 
 cdef bint read_timestamp(Text data, int64_t* time_ms, int64_t round_up_ns) noexcept:
-    """Read a timestamp after 1970 as ms. `round_up_ns` is added before it is rounded down."""
+    """Read a timestamp after 1970 as ms. It is rounded down after `round_up_ns` is added (999,999: rounded up)."""
     cdef uint32_t field = 0
     cdef uint64_t number = 0, seconds = 0, nanos = 0
     cdef Text value
@@ -244,6 +244,7 @@ cdef bint read_timestamp(Text data, int64_t* time_ms, int64_t round_up_ns) noexc
 
 
 cdef bint is_printable(Text text) noexcept:
+    """Return whether all characters are printable ASCII."""
     cdef Py_ssize_t at
     for at in range(text.size):
         if not 0x20 <= <uint8_t> text.at[at] < 0x7F:
@@ -327,7 +328,7 @@ cdef inline void put(Out* out, const char* name, Py_ssize_t name_size, const cha
 
 
 cdef object properties_of(Fields* fields, str keys):
-    """Encode all properties in the order of the reference."""
+    """Encode all properties in the order of the reference: user property, tag, `keys`, message id, due time."""
     cdef bytes due = str(fields.due_ms).encode() if fields.due_ms >= 0 else b""
     cdef bytes joined = keys.encode()
     cdef Py_ssize_t size = (

@@ -78,7 +78,10 @@ class Receipts:
         }
 
     async def _ack(self, call: Call, request: AckMessageRequest) -> AckMessageResponse:
-        """Acknowledge the entries. The answer has a status for each, in their order."""
+        """Serve AckMessage: acknowledge the entries. The response has a status for each, in their order.
+
+        Raises Refused for no or too many entries, or an invalid name.
+        """
         group, topic = group_name(request.group), topic_name(request.topic)
         entries_max = limits.CANCELS_PER_REQUEST_MAX
         if not 1 <= len(request.entries) <= entries_max:
@@ -117,6 +120,11 @@ class Receipts:
     async def _change(
         self, call: Call, request: ChangeInvisibleDurationRequest
     ) -> ChangeInvisibleDurationResponse:
+        """Serve ChangeInvisibleDuration: the invisible time of a message ends `invisible_duration` from now.
+
+        The response has the handle for the new time. When it ends, the delivery counts as an attempt unless the request
+        has `suspend`. Raises Refused, InvalidReceipt.
+        """
         receipt = self._decode_receipt(request)
         invisible_ms = -1
         if request.HasField("invisible_duration"):
@@ -130,7 +138,8 @@ class Receipts:
         async with self._renewals.settling([receipt]):
             counts = not request.suspend
             if self._is_push_consumer(call):
-                # The broker renews its leases, so this call means that the listener has failed.
+                # The broker renews its leases, so this call means that the listener has failed. A time of less than a
+                # second is a fault of the Node client (see the module docstring): the retry policy decides (None).
                 by_policy = counts and invisible_ms < limits.SECOND_MS
                 delay_ms = None if by_policy else invisible_ms
                 changed = await self._consuming.nack(receipt, delay_ms, counts=counts, first=PUSH_FIRST)
@@ -145,6 +154,7 @@ class Receipts:
     async def _dead_letter(
         self, call: Call, request: ForwardMessageToDeadLetterQueueRequest
     ) -> ForwardMessageToDeadLetterQueueResponse:
+        """Serve ForwardMessageToDeadLetterQueue. Raises Refused, InvalidReceipt."""
         receipt = self._decode_receipt(request)
         async with self._renewals.settling([receipt]):
             is_valid = await self._consuming.dead_letter(receipt)
@@ -316,6 +326,7 @@ class Renewals:
     async def _renew(self, receipt: Receipt, held: _HeldMessage, now_ms: int) -> None:
         """Extend the invisible time of one message. A failure is logged, and the next renewal tries again."""
         remaining_ms = TOTAL_MS_MAX - (now_ms - held.received_ms)
+        # Longer with each renewal, but not beyond the end of the total time. AHEAD_MS: a renewal must extend the time.
         step_ms = min(
             LEASE_STEPS_MS[min(held.renewals, len(LEASE_STEPS_MS) - 1)], max(remaining_ms, AHEAD_MS)
         )
@@ -329,12 +340,13 @@ class Renewals:
             logger.warning("message in flight not renewed reason=%s", error)
 
     def _schedule_renewal(self, receipt: Receipt, held: _HeldMessage) -> None:
+        """Renew a message AHEAD_MS before its invisible time ends."""
         # In the next second at the earliest, so that a failed renewal is not tried again at once.
         renew_at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
         self._due.setdefault(renew_at_ms // limits.SECOND_MS, set()).add(receipt)
 
     def _forget(self, receipt: Receipt) -> None:
-        """Renew a message no more."""
+        """Renew a message no more. Has no effect for a message that is not held."""
         held = self._held.pop(receipt, None)
         if held is None:
             return
@@ -374,6 +386,7 @@ class Renewals:
             self.start_due()
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that `close` cancels. Its failure is logged."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -88,6 +88,10 @@ class Receives:
     async def _receive(
         self, call: Call, request: ReceiveMessageRequest
     ) -> AsyncIterator[ReceiveMessageResponse]:
+        """Serve ReceiveMessage: yield a status, the messages, and the time at which they were handed out.
+
+        Raises Refused, NotFound, Forbidden, OverLimit.
+        """
         self._response_buffer.check(call.peer)
         client_id, receive_request = self._decode_request(call, request)
         wait_ms = long_poll_ms(
@@ -115,9 +119,9 @@ class Receives:
                 self._broker.consuming.return_unseen(received.receipts)
 
     def _decode_request(self, call: Call, request: ReceiveMessageRequest) -> tuple[str, ReceiveRequest]:
-        """Check a request. Returns the client's id and the request for the broker. Raises Refused, NotFound, Forbidden.
+        """Check a request. The caller joins the group. Raises Refused, NotFound, Forbidden, OverLimit.
 
-        The caller joins the group.
+        Returns the client's id and the request for the broker.
         """
         client_id, queue = call.client_id, request.message_queue
         names = group_name(request.group), topic_name(queue.topic)
@@ -151,6 +155,7 @@ class Receives:
     def _messages(
         self, request: ReceiveMessageRequest, receive_request: ReceiveRequest, received: Received
     ) -> Iterator[Message]:
+        """Yield the received messages, each with its receipt handle."""
         handles = self._receipt_handles.encode_all(received.receipts)
         return messages(
             received.handed_out, request.message_queue.topic, receive_request.topic, self._store_host,
@@ -201,6 +206,10 @@ class Pulls:
         }
 
     async def _pull(self, call: Call, request: PullMessageRequest) -> AsyncIterator[PullMessageResponse]:
+        """Serve PullMessage: yield a status, the messages, and the offset to continue at.
+
+        Raises Refused, NotFound, Forbidden, OverLimit.
+        """
         self._broker.policy.joined(group_name(request.group), call.caller)
         topic, queue = self._find_queue(request.message_queue, call.caller)
         message_filter = self._long_polls.filter_for(request.filter_expression, topic)
@@ -263,15 +272,16 @@ class Pulls:
     def _read_matches(
         self, candidates: FilteredPull, message_filter: Filter
     ) -> tuple[pa.RecordBatch | None, int]:
-        """Read the candidates that match the filter, None if there are none, and the offset up to which it searched.
+        """Read the candidates that match the filter. Runs in the reader thread.
 
-        Runs in the reader thread.
+        Returns their rows (None if none match), and the offset at which the next search begins.
         """
         matches = pull.decide(candidates, self._broker.log.reader, message_filter)
         rows = self._broker.log.reader.read_rows(matches.seqs) if len(matches.seqs) else None
         return rows, matches.next_offset
 
     async def _update_offset(self, call: Call, request: UpdateOffsetRequest) -> UpdateOffsetResponse:
+        """Serve UpdateOffset. Raises Refused for an offset outside the queue, and the errors of the policy."""
         group = self._broker.policy.joined(group_name(request.group), call.caller)
         topic, _ = self._find_queue(request.message_queue, call.caller)
         try:
@@ -283,6 +293,7 @@ class Pulls:
         return UpdateOffsetResponse(status=OK)
 
     async def _get_offset(self, call: Call, request: GetOffsetRequest) -> GetOffsetResponse:
+        """Serve GetOffset. Raises Refused if the group has no offset, and the errors of the policy."""
         group = self._broker.policy.joined(group_name(request.group), call.caller)
         topic, _ = self._find_queue(request.message_queue, call.caller)
         offsets = self._broker.offsets(group.group_name, topic.name, call.caller)
@@ -296,6 +307,10 @@ class Pulls:
         return GetOffsetResponse(status=OK, offset=offset)
 
     async def _query_offset(self, call: Call, request: QueryOffsetRequest) -> QueryOffsetResponse:
+        """Serve QueryOffset: the first offset of a queue, its end, or the first offset stored at or after a time.
+
+        Raises Refused for an invalid policy or time, and the errors of the broker's policy.
+        """
         _, queue = self._find_queue(request.message_queue, call.caller, Verb.LOOK)
         policy = request.query_offset_policy
         if policy == QueryOffsetPolicy.TIMESTAMP:

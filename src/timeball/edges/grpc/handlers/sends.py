@@ -132,7 +132,10 @@ class Sends:
         }
 
     def _send(self, call: Call, request: Any, reply: Reply) -> None:
-        """Check a send and pass it to the broker. The reply gets the offsets when the messages are durable."""
+        """Serve SendMessage: check a send and pass it to the broker. `request` is from `decode_send`.
+
+        The reply gets the offsets when the messages are durable. Raises Refused and other TimeballErrors.
+        """
         unique = None
         if isinstance(request, SendMessageRequest):
             unique = _unique_key(request.messages)
@@ -183,7 +186,7 @@ class Sends:
         return destination, [request.row(destination.name, now_ms, call.peer)]
 
     async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:
-        """Recall (cancel) a delayed message by its recall handle.
+        """Serve RecallMessage: recall (cancel) a delayed message by its recall handle. Raises Refused, Forbidden.
 
         The status is never MESSAGE_NOT_FOUND. Clients take that code for an empty poll, and RocketMQ's Python client
         takes it for success.
@@ -207,10 +210,9 @@ class Sends:
         for piece in pieces:
             if accepted.sent is not None and accepted.sent.outcome == KEPT:
                 piece.rows = [_row_of_pending(piece.rows[0], accepted.sent.pending)]
-            first, first_seq = piece.first_row, accepted.first_seq + piece.first_row
             entries = [
-                self._encode_entry(piece, row, first_seq + n, offsets[first + n])
-                for n, row in enumerate(piece.rows)
+                self._encode_entry(piece, row, accepted.first_seq + index, offsets[index])
+                for index, row in enumerate(piece.rows, piece.first_row)
             ]
             piece.reply.answer(encode_answer(entries))
 
@@ -248,6 +250,7 @@ class Sends:
         return destination
 
     def _create_destination(self, name: str) -> Destination:
+        """Ask the broker's policy whether a topic can be sent to, and collect its properties. Raises its errors."""
         settings = self._context.settings
         # ANONYMOUS, because all callers share the cache. The permissions of an account are checked with each call
         # (dispatch.py).
@@ -274,7 +277,10 @@ class Sends:
 
 
 def _unique_key(messages: Sequence[Message]) -> UniqueKey | None:
-    """Read the unique key of the only message of a call. Raises Refused."""
+    """Read the unique key of the message of a call. Returns None if no message has one.
+
+    Raises Refused for several messages or a half message, and InvalidMessage for an invalid key.
+    """
     for message in messages:
         if UNIQUE_KEY in message.user_properties or ON_PENDING in message.user_properties:
             if len(messages) > 1:
@@ -286,7 +292,7 @@ def _unique_key(messages: Sequence[Message]) -> UniqueKey | None:
 
 
 def _row_of_pending(row: SendRow, pending: UniqueMessage | None) -> SendRow:
-    """Replace the id and the due time in the row of a send whose pending message was kept."""
+    """Put the id and the due time of the pending message into the row of a send that kept it (by its unique key)."""
     if pending is None:
         return row
     values = list(row)
@@ -340,6 +346,10 @@ class Transactions:
         self.handlers: Handlers = {"EndTransaction": self._end}
 
     async def _end(self, call: Call, request: EndTransactionRequest) -> EndTransactionResponse:
+        """Serve EndTransaction: commit or roll back a half message.
+
+        Raises Refused for an unknown transaction, or one that has ended in the opposite way.
+        """
         topic = topic_name(request.topic)
         seq = parse_transaction_id(request.transaction_id, topic, request.message_id)
         if seq is None:
@@ -381,6 +391,7 @@ class Transactions:
         return command.ByteSize() if stream.push(command) else 0
 
     def _choose_stream(self, half: Half) -> Stream | None:
+        """Choose a Telemetry stream of a producer of the half message's topic. None if no producer is connected."""
         # An account may have lost its rights since it opened the stream. To see a half message, it needs the right to
         # send to the topic.
         allows = self._context.broker.policy.allows

@@ -177,6 +177,7 @@ class Telemetry:
         return store_settings(self._context.sessions, call.client_id, completed, self._context.monotonic_ms())
 
     async def _heartbeat(self, call: Call, request: HeartbeatRequest) -> HeartbeatResponse:
+        """Serve Heartbeat: extend the client's session. Raises Refused without one, or Forbidden for the group."""
         client = self._context.sessions.get(call.client_id)
         if client is None:
             raise Refused(
@@ -201,6 +202,7 @@ class Telemetry:
     async def _terminate(
         self, call: Call, _: NotifyClientTerminationRequest
     ) -> NotifyClientTerminationResponse:
+        """Serve NotifyClientTermination: end the client's session. Succeeds without one, too."""
         self._context.sessions.remove(call.client_id)
         return NotifyClientTerminationResponse(status=OK)
 
@@ -251,6 +253,7 @@ def _retry_policy(group: SubscriptionGroup, *, is_exponential: bool) -> RetryPol
 
 
 def _exponential(attempts: int, initial_ms: int, max_ms: int, factor: int) -> RetryPolicy:
+    """Create a policy whose pauses grow by `factor` from `initial_ms` to `max_ms`."""
     return RetryPolicy(
         max_attempts=attempts,
         exponential_backoff=ExponentialBackoff(
@@ -298,6 +301,7 @@ class Routes:
         self.handlers: Handlers = {"QueryRoute": self._query_route, "QueryAssignment": self._query_assignment}
 
     async def _query_route(self, call: Call, request: QueryRouteRequest) -> QueryRouteResponse:
+        """Serve QueryRoute: each queue of the topic at each broker. Raises Refused, Unavailable."""
         brokers = await self._find_queues(call.caller, request.topic, request.endpoints)
         queues = [
             _message_queue(
@@ -312,13 +316,18 @@ class Routes:
         return QueryRouteResponse(status=OK, message_queues=queues)
 
     async def _query_assignment(self, call: Call, request: QueryAssignmentRequest) -> QueryAssignmentResponse:
+        """Serve QueryAssignment: "any queue" of each broker, or each queue for a group in order.
+
+        Raises Refused, Unavailable.
+        """
         brokers = await self._find_queues(
             call.caller, request.topic, request.endpoints, group_name(request.group)
         )
         queues = [
             _message_queue(request.topic, queue_id, broker, READ)
             for broker in brokers
-            for queue_id in (range(broker.read) if broker.in_order else [ANY_QUEUE] if broker.read else [])
+            if broker.read
+            for queue_id in (range(broker.read) if broker.in_order else [ANY_QUEUE])
         ]
         return QueryAssignmentResponse(
             status=OK, assignments=[Assignment(message_queue=queue) for queue in queues]
@@ -391,6 +400,7 @@ def _remote_queues(
 
 
 def _message_queue(topic: Resource, queue_id: int, queues: _BrokerQueues, perm: int) -> MessageQueue:
+    """Describe one queue of a topic at a broker. `perm` has the bits READ and WRITE."""
     return MessageQueue(
         topic=topic,
         id=queue_id,
