@@ -61,7 +61,7 @@ UNSUPPORTED_FIELDS: dict[str, frozenset[str]] = {
     "liteTopic": frozenset({""}),
     "suspend": frozenset({"", "false"}),  # of the consumer of a lite topic
     "indexType": frozenset({"", "K", "U"}),  # keys, ids; "T" (tags) is refused
-    "lastKey": frozenset({""}),  # continues a query behind this key
+    "lastKey": frozenset({""}),  # continues a query after this key
 }
 _UNSUPPORTED_NAMES = frozenset(UNSUPPORTED_FIELDS)
 

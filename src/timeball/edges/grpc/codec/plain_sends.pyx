@@ -107,7 +107,7 @@ def read_plain(bytes data not None):
 
 
 cdef bint next_number(Text* data, uint64_t* number) noexcept:
-    """Read a varint and advance `data` behind it. Returns False if it is incomplete or longer than necessary."""
+    """Read a varint and advance `data` past it. Returns False if it is incomplete or longer than necessary."""
     cdef int shift = 0
     cdef uint8_t byte
     number[0] = 0
@@ -123,7 +123,7 @@ cdef bint next_number(Text* data, uint64_t* number) noexcept:
 
 
 cdef bint next_field(Text* data, uint32_t* field, uint64_t* number, Text* value) noexcept:
-    """Read one field and advance `data` behind it: its key to `field`, and its number or its bytes."""
+    """Read one field and advance `data` past it: its key to `field`, and its number or its bytes."""
     cdef uint64_t key = 0
     if not next_number(data, &key) or key > 0x7FFF or not next_number(data, number):
         return False

@@ -60,9 +60,7 @@ logger = logging.getLogger(__name__)
 
 # ---- the calls with a receipt handle -------------------------------------------------------------------------
 
-NO_LONGER_VALID = (
-    "it is not valid any more: its message was answered before, or has come back when its time was over"
-)
+NO_LONGER_VALID = "it is not valid any more: its message was answered before, or its invisible time is over"
 
 
 class Receipts:

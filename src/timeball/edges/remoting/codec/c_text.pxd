@@ -96,7 +96,7 @@ cdef inline bint read_number(Text text, int64_t least, int64_t most, int64_t* re
 
 
 cdef inline bint read_plain(const char** p, const char* end, Text* result) noexcept:
-    """Read a JSON string of ASCII characters without escapes, and move `p` behind it. False for another value."""
+    """Read a JSON string of ASCII characters without escapes, and move `p` past it. False for another value."""
     cdef const char* at = p[0]
     if at >= end or at[0] != c'"':
         return False
@@ -112,7 +112,7 @@ cdef inline bint read_plain(const char** p, const char* end, Text* result) noexc
 
 
 cdef inline bint read_bare(const char** p, const char* end, Text* result) noexcept:
-    """Read an unquoted JSON value: a number without a decimal point, or a word such as `true`. Moves `p` behind it."""
+    """Read an unquoted JSON value: a number without a decimal point, or a word such as `true`. Move `p` past it."""
     result.at = p[0]
     while p[0] < end and (c"0" <= p[0][0] <= c"9" or c"a" <= p[0][0] <= c"z" or p[0][0] == c"-"):
         p[0] += 1
@@ -129,7 +129,7 @@ cdef inline int hex_digit(char digit) noexcept:
 
 
 cdef inline bint read_text(const char** p, const char* end, char* to, Py_ssize_t* size) noexcept:
-    """Read a JSON string into `to`, set `size` to its size in bytes, and move `p` behind it.
+    """Read a JSON string into `to`, set `size` to its size in bytes, and move `p` past it.
 
     `to` must have space for all bytes up to `end`. Only ASCII may be escaped. False for another value.
     """

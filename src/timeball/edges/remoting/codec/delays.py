@@ -188,7 +188,7 @@ def next_timing_ms(text: str, now_ms: int) -> int:
     match = _TIME_OF_DAY.fullmatch(text)
     if match is None:
         raise InvalidDelay(
-            f"the property {TIMING} is {text[:64]!r}; write HH:MM:SS, and behind it the zone if it is not UTC: "
+            f"the property {TIMING} is {text[:64]!r}; write HH:MM:SS, and after it the zone if it is not UTC: "
             "'08:00:00 Europe/Berlin' or '08:00:00+02:00'"
         )
     hour, minute, second, sign, hours, minutes, name = match.groups()

@@ -212,7 +212,7 @@ cdef PlainPull read_header(const char* p, const char* end):
 
 
 cdef PlainPull read_fields(const char** p, const char* end):
-    """Read the extFields of a pull, and move `p` behind them. None if they are not plain."""
+    """Read the extFields of a pull, and move `p` past them. None if they are not plain."""
     cdef Text name, value
     cdef Text[TEXTS] texts = [Text(NULL, 0), Text(NULL, 0), Text(NULL, 0), Text(NULL, 0)]
     cdef int64_t[NUMBERS] numbers = [0, 0, 32, 0, 0, 0, 0]  # the defaults of PullFields

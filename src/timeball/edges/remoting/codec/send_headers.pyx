@@ -102,7 +102,7 @@ cdef bint read_json(Row* row, Buffer* text, Text header, Text* topic) except -1:
 cdef bint read_fields(
     Row* row, Buffer* text, const char** p, const char* end, Text* topic, bint is_long
 ) except -1:
-    """Read the extFields of a JSON header, and move `p` behind them. `is_long`: they have long names."""
+    """Read the extFields of a JSON header, and move `p` past them. `is_long`: they have long names."""
     cdef Text name, value
     cdef uint32_t seen = 0
     cdef Py_ssize_t size
@@ -221,7 +221,7 @@ cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare
 
 
 cdef bint read_record(Row* row, Buffer* text, const char* data, Py_ssize_t* at, Py_ssize_t end) except -1:
-    """Read the record of a batch at `at`, and move `at` behind it. records.py shows the layout."""
+    """Read the record of a batch at `at`, and move `at` past it. records.py shows the layout."""
     cdef const char* p = data + at[0]
     cdef int64_t total, body_bytes
     if end - at[0] < RECORD_BYTES:

@@ -49,7 +49,7 @@ cdef class SendRun:
         return self.count
 
     cdef Row* next_row(self) except NULL:
-        """Return the row behind the last one. The caller fills it, and then increments `count`."""
+        """Return the row after the last one. The caller fills it, and then increments `count`."""
         if self.count == self.capacity:
             capacity = 4 * self.capacity or 4
             rows = <Row*> realloc(self.rows, capacity * sizeof(Row))

@@ -152,17 +152,17 @@ cdef class StoredFrame:
 
     cdef Columns columns
     cdef object segment, frame
-    cdef object kept  # the object that owns the memory of the columns
+    cdef object owner  # the object that owns the memory of the columns
     cdef readonly int64_t first_seq
     cdef readonly int64_t end_seq
 
     def __init__(self, segment, frame):
         payload = segment.slice(frame.position + fmt.ALIGN, frame.payload)
-        self.segment, self.frame, self.kept = segment, frame, payload
+        self.segment, self.frame, self.owner = segment, frame, payload
         self.first_seq, self.end_seq = frame.first_seq, frame.first_seq + frame.rows
         if not columns_in(<const char*> address(payload), payload.size, frame.rows, &self.columns):
-            self.kept = with_seq(fmt.decode_rows(segment, frame), self.first_seq)
-            columns_of(self.kept, &self.columns)
+            self.owner = with_seq(fmt.decode_rows(segment, frame), self.first_seq)
+            columns_of(self.owner, &self.columns)
 
     def append_messages(self, bytearray out, seqs, Py_ssize_t begin, store_host, Py_ssize_t bytes_max):
         """Append the messages `seqs[begin:]` that are in this frame and fit. See implementation.StoredFrame."""

@@ -432,7 +432,7 @@ class Offsets:
         """Commit the offset 0 if the queue had no messages when the group subscribed. Returns whether it had none.
 
         The session ends with the group's last member. Without the commit, a consumer that dies before its first commit
-        would begin behind the messages that were sent after its subscription.
+        would begin after the messages that were sent after its subscription.
         """
         name, group = fields.consumer_group, self._context.sessions.group(fields.consumer_group)
         nonempty = None if group is None else group.nonempty_queues.get(fields.topic)
