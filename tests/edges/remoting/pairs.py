@@ -22,7 +22,7 @@ def context_of(broker: Broker) -> RemotingContext:
 
 
 class Pair:
-    """`connection` is the broker's end. `read` returns the commands that arrive at the client's end."""
+    """The two ends of a connection. `connection` is the broker's end, and `read` returns commands at the client's."""
 
     def __init__(self, connection: Connection, far: socket.socket) -> None:
         self.connection, self._far = connection, far
@@ -40,7 +40,7 @@ class Pair:
         return cls(connection, far)
 
     async def read(self) -> Command:
-        """Return the next command from the broker. Raises EOFError if the broker has closed."""
+        """Return the next command from the broker. Raise EOFError if the broker has closed the connection."""
         async with asyncio.timeout(BOUND_S):
             while not self._read:
                 data = await asyncio.get_running_loop().sock_recv(self._far, 1 << 16)
@@ -50,12 +50,12 @@ class Pair:
         return self._read.pop(0)
 
     async def hang_up(self) -> None:
-        """Close the client's end. Returns when the broker has noticed it."""
-        gone = asyncio.get_running_loop().create_future()
-        self.connection.on_close.append(lambda: gone.set_result(None))
+        """Close the client's end, and wait until the broker has noticed it."""
+        closed = asyncio.get_running_loop().create_future()
+        self.connection.on_close.append(lambda: closed.set_result(None))
         self._far.close()
         async with asyncio.timeout(BOUND_S):
-            await gone
+            await closed
 
     def close(self) -> None:
         self.connection.close()

@@ -1,4 +1,4 @@
-"""Requests of tools about the progress of queues and groups, and resets of offsets, which the members are told."""
+"""Requests of tools about the progress of queues and groups, and resets of offsets, which members are notified of."""
 
 from __future__ import annotations
 
