@@ -26,7 +26,7 @@ STEPS = 120
 STEP_MS = 5_000
 ATTEMPTS_MAX = 6
 POLICY = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 20_000]))
-PAUSE_MS = 20_000  # of each attempt: RocketMQ begins with the third of the list
+PAUSE_MS = 20_000  # before each retry: as in RocketMQ, the first retry has the third pause of the list
 
 
 @dataclass
@@ -48,9 +48,7 @@ class Model:
     acknowledged: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    delayed: dict[str, int] = field(
-        default_factory=dict
-    )  # messages that wait for their next delivery, at this time
+    delayed: dict[str, int] = field(default_factory=dict)  # message id: time of the next delivery in ms
 
     def receive(self, message: d.Message, consumer: Consumer, due_ms: int | None) -> None:
         key = message.system_properties.message_id
@@ -113,15 +111,15 @@ class GroupRun:
         for message in messages:
             self.model.receive(message, consumer, due_ms)
 
-    async def receive_and_go(self) -> None:
-        """A client disconnects before it has read its messages, which changes nothing."""
+    async def receive_unread(self) -> None:
+        """Receive messages with a client that disconnects before it has read all. They stay available."""
         consumer = self.random.choice(self.consumers)
         request = receive_request(GROUP, TOPIC, wait_ms=0, batch_size=3)
         responses: Any = consumer.edge.dispatch.stream("ReceiveMessage", consumer.call(), request)
         for _ in range(self.random.randrange(1, 3)):
             await anext(responses, None)
         await responses.aclose()
-        await self.quiet()
+        await self.finish_background_tasks()
 
     def _choose_held(self) -> tuple[str, Lease] | None:
         held = sorted(self.model.in_flight.items())
@@ -163,11 +161,11 @@ class GroupRun:
             self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.dead.add(key)
 
-    async def go(self) -> None:
-        """End the session of a client: its renewed messages come back by the retry policy. Then connect it again."""
+    async def end_session(self) -> None:
+        """End the session of a client. Its renewed messages come back by the retry policy. Then connect it again."""
         consumer = self.random.choice(self.consumers)
         consumer.edge.context.sessions.remove(consumer.name)
-        await self.quiet()
+        await self.finish_background_tasks()
         for key, held in list(self.model.in_flight.items()):
             if held.consumer is consumer and held.due_ms is None:
                 self.model.come_back(key, due_ms=self.world.clock.wall + PAUSE_MS)
@@ -186,7 +184,7 @@ class GroupRun:
 
     async def restart(self) -> None:
         if self.random.random() < 0.3:
-            await self.quiet()
+            await self.finish_background_tasks()
             for held in self.model.in_flight.values():
                 if held.due_ms is None:
                     return  # it is not renewed after a restart, and the model does not know when it comes back
@@ -197,7 +195,7 @@ class GroupRun:
                 consumer.edge = self.edges[-1]
                 consumer.connect()
 
-    async def quiet(self) -> None:
+    async def finish_background_tasks(self) -> None:
         """Wait for the background tasks of broker and edge."""
         edge = self.edges[-1]
         await asyncio.gather(*edge._renewals._tasks)
@@ -210,22 +208,22 @@ class GroupRun:
         last = self.consumers[0]
         received: list[str] = []
         for _ in range(4 * ATTEMPTS_MAX):
-            await self.quiet()
+            await self.finish_background_tasks()
             await last.pass_time(10 * MINUTE_MS)
             while messages := await last.receive():
-                received += [each.system_properties.message_id for each in messages]
+                received += [message.system_properties.message_id for message in messages]
                 assert (await last.ack(*messages)).status.code == d.Code.OK
         dead: list[str] = []
-        while messages := await last.receive("undertaker", "%DLQ%g"):
-            dead += [each.system_properties.message_id for each in messages]
+        while messages := await last.receive("readers-of-dead-letters", "%DLQ%g"):
+            dead += [message.system_properties.message_id for message in messages]
         ended = [*received, *sorted(self.model.acknowledged), *dead]
         assert sorted(ended) == sorted(f"id-{n}" for n in range(self.count))
         assert self.model.dead <= set(dead)
 
 
 STEP_NAMES = [
-    "send", "receive", "receive", "receive", "receive_and_go", "ack", "ack", "ack_stale", "change", "dead_letter",
-    "go", "pass_time", "pass_time", "restart",
+    "send", "receive", "receive", "receive", "receive_unread", "ack", "ack", "ack_stale", "change", "dead_letter",
+    "end_session", "pass_time", "pass_time", "restart",
 ]  # fmt: skip
 
 
@@ -268,8 +266,9 @@ def _break(world: World, breach: str) -> None:
         engine.acknowledge = _acknowledge_nothing
     elif breach == "not renewed":
         change = engine.change_invisible_time
-        engine.change_invisible_time = lambda receipt, ms, **how: (
-            change(receipt, ms, **how) if how else _nothing()
+        # Only a renewal calls it without options.
+        engine.change_invisible_time = lambda receipt, ms, **options: (
+            change(receipt, ms, **options) if options else _nothing()
         )
     else:
         engine.give_back = _nothing

@@ -36,7 +36,10 @@ TOPIC = d.Resource(name="orders")
 
 @dataclass
 class Expectations:
-    """The ids of messages that must be delivered (`wanted`), must not be delivered, or may be (`tried`)."""
+    """The ids of the messages that must be delivered (`wanted`) or must not be (`unwanted`), and of all (`tried`).
+
+    A message in neither of the first two sets may be delivered: the outcome of its call is unknown.
+    """
 
     wanted: set[str] = field(default_factory=set)
     unwanted: set[str] = field(default_factory=set)
@@ -50,7 +53,7 @@ class Expectations:
                 getattr(self, name).add(id_)
             self.wanted -= self.unwanted
 
-    def doubt(self, id_: str) -> None:
+    def note_unknown(self, id_: str) -> None:
         """Note that a call is under way whose outcome decides whether the message is delivered."""
         with self._lock:
             self.wanted.discard(id_)
@@ -59,7 +62,10 @@ class Expectations:
         """List the differences between these deliveries and the expected ones."""
         return [
             *(f"{id_} is lost" for id_ in sorted(self.wanted - set(delivered))),
-            *(f"{id_} was taken back, and delivered" for id_ in sorted(self.unwanted & set(delivered))),
+            *(
+                f"{id_} was recalled or rolled back, and delivered"
+                for id_ in sorted(self.unwanted & set(delivered))
+            ),
             *(f"{id_} is delivered {count} times" for id_, count in delivered.items() if count > 1),
             *(f"{id_} was never sent" for id_ in sorted(set(delivered) - self.tried)),
         ]
@@ -96,21 +102,22 @@ def delayed(wire: Wire, expected: Expectations) -> s.SendResultEntry:
 
 def recalled(wire: Wire, expected: Expectations) -> None:
     entry = delayed(wire, expected)
-    expected.doubt(entry.message_id)
+    expected.note_unknown(entry.message_id)
     request = s.RecallMessageRequest(topic=TOPIC, recall_handle=entry.recall_handle)
     if wire.ask("RecallMessage", request).status.code == OK:
         expected.note(unwanted=entry.message_id)
-    else:  # too late, on a busy machine
+    else:  # the message was released before the recall
         expected.note(wanted=entry.message_id)
 
 
-def ended(wire: Wire, expected: Expectations, how: int) -> str:
+def ended(wire: Wire, expected: Expectations, resolution: int) -> str:
+    """Send a half message, end it with a resolution, and return its id."""
     entry = sent(wire, expected, message_type=d.MessageType.TRANSACTION)
     request = s.EndTransactionRequest(
         topic=TOPIC,
         message_id=entry.message_id,
         transaction_id=entry.transaction_id,
-        resolution=d.TransactionResolution.Name(how),
+        resolution=d.TransactionResolution.Name(resolution),
     )
     wire.ask_ok("EndTransaction", request)
     return entry.message_id
@@ -166,9 +173,9 @@ def test_calls_answered_with_ok_stay_in_effect_after_a_kill(tmp_path: Path) -> N
         server.end()
 
 
-@pytest.mark.parametrize("delivered_ids", [[], ["A", "A"], ["A", "B"], ["A", "stranger"]])
+@pytest.mark.parametrize("delivered_ids", [[], ["A", "A"], ["A", "B"], ["A", "D"]])
 def test_a_fault_is_seen(delivered_ids: list[str]) -> None:
-    """Control: A was answered with OK, B was taken back, C was under way."""
+    """Control: A was answered with OK, B was recalled or rolled back, and the outcome for C is unknown."""
     expected = Expectations(wanted={"A"}, unwanted={"B"}, tried={"A", "B", "C"})
     assert expected.faults(Counter(["A"])) == expected.faults(Counter(["A", "C"])) == []
     assert len(expected.faults(Counter(delivered_ids))) == 1

@@ -68,14 +68,14 @@ def test_calls_above_the_limit_of_a_connection_wait_in_the_client(node: RunningN
 
 def test_a_client_that_reads_nothing_does_not_delay_others(node: RunningNode) -> None:
     """A client sends settings and never reads the answers. Only its own stream is blocked."""
-    with Wire.to(node, "deaf") as deaf, Wire.to(node, "other") as other:
-        many = d.Settings(
+    with Wire.to(node, "not-reading") as not_reading, Wire.to(node, "other") as other:
+        large_settings = d.Settings(
             client_type=d.ClientType.PRODUCER,
             publishing=d.Publishing(topics=[d.Resource(name=f"topic-{n}") for n in range(2_000)]),
         )
-        stream = deaf.telemetry()
+        stream = not_reading.telemetry()
         for _ in range(400):
-            stream.send(s.TelemetryCommand(settings=many))
+            stream.send(s.TelemetryCommand(settings=large_settings))
         other.telemetry(producer_settings("orders"))
         for _ in range(20):
             other.ask_ok("Heartbeat", s.HeartbeatRequest())
@@ -111,8 +111,8 @@ def test_with_a_certificate_tls_and_local_plain_text_are_served(tmp_path: Path) 
         with grpc.insecure_channel(address) as channel:
             answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
             assert answer.status.code == d.Code.OK
-        strangers = certificate(tmp_path / "other")
-        credentials = grpc.ssl_channel_credentials(Path(strangers.roots).read_bytes())
+        other_certificate = certificate(tmp_path / "other")
+        credentials = grpc.ssl_channel_credentials(Path(other_certificate.roots).read_bytes())
         with grpc.secure_channel(address, credentials) as channel, pytest.raises(grpc.RpcError) as error:
             channel.unary_unary(stub)(request, timeout=BOUND_S)
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE

@@ -91,7 +91,7 @@ def test_every_call_has_a_required_permission() -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_caller_without_a_valid_account_is_unauthorized(node: RunningNode, name: str) -> None:
-    with Wire.to(node, "stranger") as nobody, wire_of(node, "shop", "another secret") as wrong:
+    with Wire.to(node, "without-account") as nobody, wire_of(node, "shop", "another secret") as wrong:
         assert code(nobody, name) == code(wrong, name) == d.Code.UNAUTHORIZED
 
 
@@ -201,7 +201,7 @@ def test_an_unknown_caller_is_refused_before_its_request_is_received(node: Runni
     edges = node.node.edges
     assert edges is not None
     with RawClient(node) as client:
-        number = client.headers(headers=fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id="stranger"))
+        number = client.headers(headers=fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id="without-account"))
         assert client.status(number)[0] == 0  # the refusal is in the response, as RocketMQ's clients expect
         assert not edges.grpc.service.room.calls.taken
 

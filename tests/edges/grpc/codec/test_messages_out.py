@@ -70,7 +70,7 @@ def test_a_message_has_all_fields_that_clients_read() -> None:
     assert not system.HasField("message_group") and not system.HasField("trace_context")
 
 
-def test_a_row_that_has_next_to_nothing() -> None:
+def test_missing_values_of_a_row_have_defaults() -> None:
     result = message(body=None)
     system = result.system_properties
     assert result.body == b"" and system.delivery_attempt == 1 and not system.HasField("tag")
@@ -162,7 +162,7 @@ def test_all_other_properties_are_user_properties(properties: dict[str, str]) ->
 TEXT = b"a line of text\n" * 400
 COMPRESSED = {
     "zlib": (1, zlib.compress(TEXT)),
-    "zlib, said so": (1 | 3 << 8, zlib.compress(TEXT)),
+    "zlib, with its type": (1 | 3 << 8, zlib.compress(TEXT)),
     "zstd": (1 | 2 << 8, pa.compress(TEXT, "zstd", asbytes=True)),
 }
 

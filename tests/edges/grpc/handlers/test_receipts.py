@@ -204,7 +204,7 @@ async def test_after_the_last_attempt_a_message_becomes_a_dead_letter(consumer: 
         assert message.system_properties.delivery_attempt == attempt
         await consumer.pass_time()
     assert await consumer.receive() == []
-    (dead,) = await consumer.receive("undertaker", "%DLQ%g")
+    (dead,) = await consumer.receive("readers-of-dead-letters", "%DLQ%g")
     system = dead.system_properties
     assert system.dead_letter_queue.topic == TOPIC and system.dead_letter_queue.message_id == "id-1"
     assert system.message_id == "id-1" and dead.topic.name == "%DLQ%g"
@@ -218,7 +218,7 @@ async def test_a_consumer_can_make_a_message_a_dead_letter(consumer: Consumer) -
     assert await consumer.dead_letter(message) == INVALID
     await consumer.pass_time(10 * MINUTE_MS)
     assert await consumer.receive() == []
-    (dead,) = await consumer.receive("undertaker", "%DLQ%g")
+    (dead,) = await consumer.receive("readers-of-dead-letters", "%DLQ%g")
     assert dead.system_properties.message_id == "id-1"
 
 

@@ -364,32 +364,34 @@ def test_a_long_poll_is_answered_before_the_deadline_over_the_wire(node: Running
 
 
 def test_a_client_that_does_not_read_does_not_delay_others(tmp_path: Path) -> None:
-    """A response is much larger than the stream's window, so it is stuck. Its messages come back after a reset.
+    """The response is much larger than the window of the stream. Its messages are redelivered after a reset.
 
-    gRPC's own client accepts megabytes that its caller has not read. This client never raises its window.
+    The client is not gRPC's own, which accepts megabytes that its caller has not read. It never raises its window.
     """
     with (
         running_node(tmp_path / "data", segment_bytes=64 << 20) as node,
-        RawClient(node, greets=False) as deaf,
-        Wire.to(node, "keen") as keen,
+        RawClient(node, greets=False) as not_reading,
+        Wire.to(node, "reading") as reading,
     ):
         fill(node, 6, bytes(LARGE_BYTES))
-        deaf.send(frames.PREFACE + frames.settings({}))
-        stuck = deaf.headers(headers=fields(f"/{SERVICE_NAME}/ReceiveMessage", x_mq_client_id="deaf"))
-        deaf.data(stuck, message(receive_request(GROUP, TOPIC).SerializeToString()))
-        eventually(lambda: held(node.broker) == 6, "messages were handed out")
+        not_reading.send(frames.PREFACE + frames.settings({}))
+        stuck = not_reading.headers(
+            headers=fields(f"/{SERVICE_NAME}/ReceiveMessage", x_mq_client_id="not_reading")
+        )
+        not_reading.data(stuck, message(receive_request(GROUP, TOPIC).SerializeToString()))
+        eventually(lambda: held(node.broker) == 6, "the client has received the messages")
         for _ in range(3):
             fill(node, 5)
-            messages = keen.receive(GROUP, TOPIC, wait_ms=10_000)
-            assert messages and {each.body for each in messages} == {b"body"}
-        deaf.send(frames.frame(frames.RST_STREAM, 0, stuck, CANCEL))
+            messages = reading.receive(GROUP, TOPIC, wait_ms=10_000)
+            assert messages and {received.body for received in messages} == {b"body"}
+        not_reading.send(frames.frame(frames.RST_STREAM, 0, stuck, CANCEL))
         redelivered: list[d.Message] = []
         eventually(
-            lambda: redelivered.extend(keen.receive(GROUP, TOPIC, wait_ms=1_000)) or len(redelivered) >= 6,
+            lambda: redelivered.extend(reading.receive(GROUP, TOPIC, wait_ms=1_000)) or len(redelivered) >= 6,
             "all messages are redelivered",
         )
-        large = [each for each in redelivered if len(each.body) == LARGE_BYTES]
-        assert len(large) == 6 and {each.system_properties.delivery_attempt for each in large} == {1}
+        large = [received for received in redelivered if len(received.body) == LARGE_BYTES]
+        assert len(large) == 6 and {received.system_properties.delivery_attempt for received in large} == {1}
 
 
 def test_many_waiting_calls_do_not_delay_other_calls(node: RunningNode, wire: Wire) -> None:

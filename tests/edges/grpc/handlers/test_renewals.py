@@ -92,7 +92,7 @@ async def test_a_renewed_message_can_become_a_dead_letter(consumer: Consumer) ->
     (message,) = await push(consumer)
     await stay_connected(consumer, 5 * MINUTE_MS)
     assert await consumer.dead_letter(message) == OK and len(renewals_of(consumer)) == 0
-    assert len(await consumer.receive("undertaker", "%DLQ%g")) == 1
+    assert len(await consumer.receive("readers-of-dead-letters", "%DLQ%g")) == 1
 
 
 @with_consumer()
