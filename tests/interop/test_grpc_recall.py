@@ -1,4 +1,4 @@
-"""Recall over gRPC: a recalled message is not delivered, a delivered one cannot be recalled, and the client knows."""
+"""Recall over gRPC: a recalled message is not delivered, and the recall of a delivered message is refused."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Talks = Callable[..., GrpcConversation]
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_recalled_is_cancelled(talks: Talks) -> None:
+def test_a_recalled_message_is_not_delivered(talks: Talks) -> None:
     talk = talks()
     consumer = talk.simple()
     due_ms = talk.due_ms(5_000)
     kept, recalled = talk.send("kept", due_ms=due_ms), talk.send("recalled", due_ms=due_ms)
     talk.send("end", due_ms=due_ms + 1_000)
     assert recalled["recall_handle"] != kept["recall_handle"]
-    answered = talk.call("recall", topic=talk.topic, handle=recalled["recall_handle"])
-    assert answered == recalled["message_id"]
+    message_id = talk.call("recall", topic=talk.topic, handle=recalled["recall_handle"])
+    assert message_id == recalled["message_id"]
     assert set(by_body(talk.receive(consumer, {"kept", "end"}))) == {"kept", "end"}
 
 
@@ -32,19 +32,19 @@ def test_recalled_is_cancelled(talks: Talks) -> None:
 def test_a_delivered_message_cannot_be_recalled(talks: Talks) -> None:
     talk = talks()
     consumer = talk.simple()
-    sent = talk.send("come", due_ms=talk.due_ms(1_000))
-    [message] = talk.receive(consumer, {"come"}, invisible_s=1)
+    sent = talk.send("delivered", due_ms=talk.due_ms(1_000))
+    [first] = talk.receive(consumer, {"delivered"}, invisible_s=1)
     with pytest.raises(ClientError, match=r"released|delivered") as refused:
         talk.call("recall", topic=talk.topic, handle=sent["recall_handle"])
     assert refused.value.code == NOT_FOUND
-    # The cancel did not hit the message on its way back to the group.
-    [again] = talk.receive(consumer, {"come"})
-    assert (message["attempt"], again["attempt"]) == (1, 2)
-    talk.ack(consumer, again)
+    # The refused recall did not cancel the next delivery of the message.
+    [second] = talk.receive(consumer, {"delivered"})
+    assert (first["attempt"], second["attempt"]) == (1, 2)
+    talk.ack(consumer, second)
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_a_handle_that_is_none_is_refused(talks: Talks) -> None:
+def test_an_invalid_recall_handle_is_refused(talks: Talks) -> None:
     talk = talks()
     with pytest.raises(ClientError) as refused:
         talk.call("recall", topic=talk.topic, handle="not a handle")
@@ -52,7 +52,7 @@ def test_a_handle_that_is_none_is_refused(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_only_what_waits_has_a_handle(talks: Talks) -> None:
+def test_only_a_delayed_message_has_a_recall_handle(talks: Talks) -> None:
     talk = talks()
-    assert talk.send("later", due_ms=talk.due_ms(60_000))["recall_handle"]
-    assert not talk.send("now").get("recall_handle")
+    assert talk.send("delayed", due_ms=talk.due_ms(60_000))["recall_handle"]
+    assert not talk.send("immediate").get("recall_handle")

@@ -1,4 +1,4 @@
-"""Kill -9 of the broker or of a client: no send and no receipt is lost, and leased messages come again."""
+"""Kills of the broker or of a client: no send and no receipt is lost, and leased messages are delivered again."""
 
 from __future__ import annotations
 
@@ -24,64 +24,72 @@ Result = TypeVar("Result")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[None]]]:
-    """All clients at once, each with its own broker: most of the time they wait for a killed process."""
-    stories = {"broker": nothing_is_lost, "client": who_dies_gives_back}
-    with ThreadPoolExecutor(len(stories) * len(WITH_GO)) as pool:
+    """Start all scenarios, each with its own broker. They run at once, because they mostly wait for processes.
+
+    The keys are the killed process and the client.
+    """
+    scenarios = {"broker": kill_the_broker, "client": kill_the_client}
+    with ThreadPoolExecutor(len(scenarios) * len(WITH_GO)) as pool:
         yield {
-            (dies, which): pool.submit(story, which, tmp_path_factory.mktemp(f"{which}-{dies}"))
-            for dies, story in stories.items()
+            (killed, which): pool.submit(scenario, which, tmp_path_factory.mktemp(f"{which}-{killed}"))
+            for killed, scenario in scenarios.items()
             for which in WITH_GO
         }
 
 
 @pytest.mark.parametrize("which", WITH_GO)
-@pytest.mark.parametrize("dies", ["broker", "client"])
-def test_kill_9(dies: str, which: str, outcomes: dict[tuple[str, str], Future[None]]) -> None:
-    outcomes[dies, which].result()
+@pytest.mark.parametrize("killed", ["broker", "client"])
+def test_no_message_or_receipt_is_lost_after_a_kill(
+    killed: str, which: str, outcomes: dict[tuple[str, str], Future[None]]
+) -> None:
+    outcomes[killed, which].result()
 
 
-def nothing_is_lost(which: str, folder: Path) -> None:
-    # Each answer is durable. With the default, those of the last 50 ms may be forgotten.
+def kill_the_broker(which: str, folder: Path) -> None:
+    """Kill and restart the broker. All sent messages must be delivered, and all receipts must remain in effect."""
+    # With 0, each receipt is on disk before its answer. With the default, those of the last 50 ms may be lost.
     with stock_broker(folder / "data", "--ack-save-ms", "0") as broker:
         with driving(command(which), broker.grpc, folder / "home") as client:
             talk = GrpcConversation(which, client, broker, "restarted", queues=2)
-            push, asked = talk.listen(group="given"), talk.simple()
+            push, simple = talk.listen(group="push"), talk.simple()
             due_ms = talk.due_ms(4_000)
-            sent = {f"now {n}" for n in range(MESSAGES)} | {f"late {n}" for n in range(MESSAGES)}
+            sent = {f"now {n}" for n in range(MESSAGES)} | {f"delayed {n}" for n in range(MESSAGES)}
             for body in sorted(sent):
-                talk.send(body, **({"due_ms": due_ms} if body.startswith("late") else {}))
-            handed_out = {m["body"]: m for m in talk.receive(asked, {f"now {n}" for n in range(MESSAGES)})}
-            talk.ack(asked, handed_out["now 0"])
-            talk.change(asked, handed_out["now 1"], 6)
+                talk.send(body, **({"due_ms": due_ms} if body.startswith("delayed") else {}))
+            leased = {m["body"]: m for m in talk.receive(simple, {f"now {n}" for n in range(MESSAGES)})}
+            talk.ack(simple, leased["now 0"])
+            talk.change(simple, leased["now 1"], 6)
             broker.kill()
             broker.start()
             sent |= {f"after {n}" for n in range(MESSAGES)}
             for n in range(MESSAGES):
-                again(lambda n=n: talk.send(f"after {n}"))
-            # A receipt from before is good, and what was not acknowledged comes when its own time is up, not sooner.
-            again(lambda: talk.ack(asked, handed_out["now 2"]))
-            wanted = sent - set(handed_out) | {"now 1"}
-            found = again(lambda: talk.receive(asked, wanted))
-            assert sorted(m["body"] for m in found) == sorted(wanted)
-            attempts = {m["body"]: m["attempt"] for m in found}
-            assert attempts == {body: 2 if body == "now 1" else 1 for body in wanted}
-            client.wait_until(lambda: given(talk, push) >= sent, lambda: f"lost: {sent - given(talk, push)}")
-            assert not any(talk.is_early(f"late {n}", due_ms) for n in range(MESSAGES))
+                repeat_until_connected(lambda n=n: talk.send(f"after {n}"))
+            # A receipt handle from before the kill is valid, and a leased message is delivered after its own time.
+            repeat_until_connected(lambda: talk.ack(simple, leased["now 2"]))
+            expected = sent - set(leased) | {"now 1"}
+            received = repeat_until_connected(lambda: talk.receive(simple, expected))
+            assert sorted(m["body"] for m in received) == sorted(expected)
+            attempts = {m["body"]: m["attempt"] for m in received}
+            assert attempts == {body: 2 if body == "now 1" else 1 for body in expected}
+            client.wait_until(
+                lambda: delivered(talk, push) >= sent, lambda: f"lost: {sent - delivered(talk, push)}"
+            )
+            assert not any(talk.is_early(f"delayed {n}", due_ms) for n in range(MESSAGES))
 
 
-def who_dies_gives_back(which: str, folder: Path) -> None:
-    """A push consumer's messages come again when it is missed, and not only when their own time is over."""
+def kill_the_client(which: str, folder: Path) -> None:
+    """Kill a push consumer. Its message must be delivered again when its session ends, before its lease would end."""
     with (
         stock_broker(folder / "data") as broker,
         driving(command(which), broker.grpc, folder / "home") as client,
     ):
         talk = GrpcConversation(which, client, broker, "given-back", group={"retry_ms": [1_000]})
-        with driving(command(which), broker.grpc, folder / "mortal") as mortal:
-            mortal.call("push", name="mortal", hold=True, topic=talk.topic, group=talk.group)
+        with driving(command(which), broker.grpc, folder / "killed") as killed:
+            killed.call("push", name="killed", hold=True, topic=talk.topic, group=talk.group)
             talk.send("held")
-            [held] = mortal.wait_deliveries("mortal", 1)
-        [again] = client.wait_deliveries(talk.listen(), 1)
-        assert (held["attempt"], again["attempt"], again["body"]) == (1, 2, "held")
+            [first] = killed.wait_deliveries("killed", 1)
+        [second] = client.wait_deliveries(talk.listen(), 1)
+        assert (first["attempt"], second["attempt"], second["body"]) == (1, 2, "held")
         [row] = talk.returned()
         assert not came_early(row)
         with broker.client() as ball:
@@ -89,16 +97,17 @@ def who_dies_gives_back(which: str, folder: Path) -> None:
             rows = ball.read_log(log["first_seq"], log["durable_seq"]).read_all().to_pylist()
         given_back = [r["seq"] for r in rows if r["kind"] == Kind.SCHEDULED and r["topic"] == row["topic"]]
         assert len(given_back) == 1, (
-            "it was given back once, for a second, and not when its own time was over"
+            "the message waited once for a retry: it was given back at the end of the session"
         )
 
 
-def given(talk: GrpcConversation, push: str) -> set[str]:
+def delivered(talk: GrpcConversation, push: str) -> set[str]:
+    """Return the bodies of the messages that a push consumer has consumed."""
     return {message["body"] for message in talk.client.deliveries(push, done=True)}
 
 
-def again(call: Callable[[], Result]) -> Result:
-    """As an application would: once more when the connection was gone. gRPC itself waits before it dials again."""
+def repeat_until_connected(call: Callable[[], Result]) -> Result:
+    """Make a call, and repeat it while it fails. The client reconnects some time after the restart of the broker."""
     end_s = time.monotonic() + BOUND_S
     while True:
         try:

@@ -39,7 +39,7 @@ def tls(folder: Path) -> Certificate:
 
 @pytest.fixture(scope="module")
 def secured(folder: Path, tls: Certificate) -> Iterator[StockBroker]:
-    """All its ports use TLS, and every client needs an account."""
+    """A broker whose ports all have TLS. Each client needs an account."""
     accounts = folder / "access.toml"
     accounts.touch(0o600)
     accounts.write_text(ACCOUNTS)
@@ -51,13 +51,13 @@ def secured(folder: Path, tls: Certificate) -> Iterator[StockBroker]:
 
 @pytest.fixture(scope="module")
 def trusting(folder: Path, tls: Certificate, secured: StockBroker) -> Iterator[Callable[[str], Driver]]:
-    """Clients that trust our authority; gRPC's own way to say so."""
+    """The client programs by name. They trust the tests' certificate authority, which a variable of gRPC names."""
     running: dict[str, Driver] = {}
 
     def client(which: str) -> Driver:
         if which not in running:
-            trust = ["env", f"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH={tls.roots}"]
-            running[which] = Driver([*trust, *command(which)], secured.grpc, folder / which)
+            with_roots = ["env", f"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH={tls.roots}"]
+            running[which] = Driver([*with_roots, *command(which)], secured.grpc, folder / which)
         return running[which]
 
     yield client
@@ -72,38 +72,42 @@ def start(
     secured: StockBroker,
     name: str,
 ) -> Start:
-    """A conversation as this account, with the client that the test is parametrised with."""
+    """Return a function that starts a conversation with an account. The client is the parameter of the test."""
     return lambda account: GrpcConversation(
         request.param, trusting(request.param), secured, name, queues=0, **account
     )
 
 
 @pytest.mark.parametrize("start", WITH_GO, indirect=True)
-def test_who_is_known_comes_in(start: Start) -> None:
+def test_a_client_with_valid_credentials_sends_and_receives(start: Start) -> None:
     talk = start(SHOP)
     consumer = talk.simple()
-    talk.send("now")
-    talk.send("late", due_ms=(int(time.time()) + 2) * 1_000)
-    talk.ack(consumer, *talk.receive(consumer, {"now", "late"}))
+    talk.send("immediate")
+    talk.send("delayed", due_ms=(int(time.time()) + 2) * 1_000)
+    talk.ack(consumer, *talk.receive(consumer, {"immediate", "delayed"}))
 
 
 @pytest.mark.parametrize("start", ALL, indirect=True)
-@pytest.mark.parametrize("lack", ["secret", "account"])
-def test_who_is_not_is_told_so(start: Start, lack: str) -> None:
-    """At the start; the Python client keeps the reason for its log."""
-    account: Json = {**SHOP, "secret_key": "somebody else's"} if lack == "secret" else {"tls": True}
+@pytest.mark.parametrize(
+    "account", [{**SHOP, "secret_key": "another secret"}, {"tls": True}], ids=["secret", "account"]
+)
+def test_a_client_without_valid_credentials_is_refused(start: Start, account: Json) -> None:
+    """The producer already fails when it is created.
+
+    The Python client then raises only "failed to fetch topic". It logs the reason.
+    """
     with pytest.raises(ClientError, match=rf"{UNAUTHORIZED}|failed to fetch topic"):
-        start(account).send("in")
+        start(account).send("body")
 
 
 @pytest.mark.parametrize("start", ALL, indirect=True)
-def test_ungranted_requests_are_refused(start: Start) -> None:
+def test_a_send_to_a_forbidden_topic_is_refused(start: Start) -> None:
     talk = start(SHOP)
     with pytest.raises(ClientError, match=rf"{FORBIDDEN}|failed to fetch topic:payroll"):
-        talk.call("send", topic="payroll", body="a rise")
+        talk.call("send", topic="payroll", body="body")
 
 
 @pytest.mark.parametrize("start", ALL, indirect=True)
-def test_plain_text_of_this_machine_comes_by_the_same_port(start: Start) -> None:
-    """From another machine it gets no answer: tests/edges/shared/test_first_byte.py."""
-    start({**SHOP, "tls": False}).send("in")
+def test_a_local_client_may_use_the_same_port_without_tls(start: Start) -> None:
+    """A client on another machine gets no answer without TLS, as tests/edges/shared/test_first_byte.py shows."""
+    start({**SHOP, "tls": False}).send("body")

@@ -20,14 +20,14 @@ Talks = Callable[..., GrpcConversation]
 
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
-def test_a_message_comes_as_it_was_sent(talks: Talks) -> None:
+def test_a_message_is_received_as_it_was_sent(talks: Talks) -> None:
     talk = talks(queues=3)
     consumer = talk.simple()
     body = "0123456789" * 5_000 + " äöü"
     sent = talk.send(body, tag="t", keys="order-17", properties={"colour": "red", "größe": "ü"})
     [message] = talk.receive(consumer, {body})
     talk.ack(consumer, message)
-    for said, wanted in {
+    for field, value in {
         "topic": talk.topic,
         "body": body,
         "tag": "t",
@@ -37,11 +37,11 @@ def test_a_message_comes_as_it_was_sent(talks: Talks) -> None:
         "attempt": 1,
         "message_group": None,
     }.items():
-        assert message[said] == wanted, said
+        assert message[field] == value, field
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_the_first_send_makes_the_topic(talks: Talks) -> None:
+def test_the_first_send_creates_the_topic(talks: Talks) -> None:
     talk = talks(queues=0)
     talk.send("first")
     consumer = talk.simple()
@@ -49,13 +49,13 @@ def test_the_first_send_makes_the_topic(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
-def test_delays(talks: Talks) -> None:
-    """To the millisecond if the client has milliseconds. One receive waits for a message that is not there yet."""
+def test_a_delayed_message_is_received_at_its_due_millisecond(talks: Talks) -> None:
+    """The receives wait for messages that are not due yet. The Python client sends whole seconds."""
     talk = talks()
     consumer = talk.simple(wait_s=20)
-    due_ms = {f"in {after_ms} ms": talk.due_ms(after_ms) for after_ms in (5_217, 3_109, 86_400_000)}
-    for body, instant_ms in due_ms.items():
-        talk.send(body, due_ms=instant_ms)
+    due_ms = {f"in {delay_ms} ms": talk.due_ms(delay_ms) for delay_ms in (5_217, 3_109, 86_400_000)}
+    for body, message_due_ms in due_ms.items():
+        talk.send(body, due_ms=message_due_ms)
     talk.send("past", due_ms=talk.due_ms(-10_000))
     assert [m["body"] for m in talk.receive_once(consumer)] == ["past"]
     [first], [second] = talk.receive_once(consumer), talk.receive_once(consumer)
@@ -69,39 +69,41 @@ def test_delays(talks: Talks) -> None:
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_ten_years_and_no_more(talks: Talks) -> None:
+def test_a_delay_beyond_ten_years_is_refused(talks: Talks) -> None:
     talk = talks()
-    assert talk.send("soon", due_ms=talk.due_ms(limits.DELAY_MS_MAX - 60_000))["recall_handle"]
+    assert talk.send("accepted", due_ms=talk.due_ms(limits.DELAY_MS_MAX - 60_000))["recall_handle"]
     with pytest.raises(ClientError, match="3653 days") as refused:
-        talk.send("later", due_ms=talk.due_ms(limits.DELAY_MS_MAX + 60_000))
+        talk.send("refused", due_ms=talk.due_ms(limits.DELAY_MS_MAX + 60_000))
     assert refused.value.code == ILLEGAL_DELIVERY_TIME
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_a_topic_for_messages_of_one_type(talks: Talks, broker: StockBroker, name: str) -> None:
-    """RocketMQ's attribute message.type: the clients learn of it with the route, and refuse by themselves."""
+def test_clients_refuse_a_message_of_another_type_than_the_topic_s(
+    talks: Talks, broker: StockBroker, name: str
+) -> None:
+    """The route contains the topic's attribute message.type."""
     config = {"topic": f"{name}-topic", "readQueueNums": 1, "writeQueueNums": 1, "perm": 6}
-    made = broker.request(
+    answer = broker.request(
         RequestCode.UPDATE_AND_CREATE_TOPIC, **config, attributes="+message.type=DELAY", defaultTopic="TBW102",
         topicFilterType="SINGLE_TAG",
     )  # fmt: skip
-    assert made.code == 0, made.remark
+    assert answer.code == 0, answer.remark
     talk = talks(queues=0)
     consumer = talk.simple()
     with pytest.raises(ClientError, match=r"(?i)message type"):
-        talk.send("now")
-    talk.send("later", due_ms=talk.due_ms(1))
-    talk.ack(consumer, *talk.receive(consumer, {"later"}))
+        talk.send("without a delay")
+    talk.send("delayed", due_ms=talk.due_ms(1))
+    talk.ack(consumer, *talk.receive(consumer, {"delayed"}))
 
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
-def test_a_send_to_a_missing_topic(talks: Talks) -> None:
-    """An invalid topic name: clients that do not check it get the broker's refusal."""
+def test_a_send_to_a_topic_with_a_reserved_name_is_refused(talks: Talks) -> None:
+    """Some clients check the name themselves, the others get the refusal of the broker."""
     talk = talks()
     with pytest.raises(ClientError) as refused:
         talk.call("send", topic="SCHEDULE_TOPIC_XXXX", body="no")
     if talk.which == PYTHON:
-        # Of a refused route it says only whose it was; of a refused send, what the broker said.
+        # It reports only the topic of a refused route, and the broker's text for a refused send.
         assert re.search(r"topic(:|\[)SCHEDULE_TOPIC_XXXX(\] is forbidden| route)", refused.value.text)
     else:
         assert refused.value.code in (40002, 40402, 40300), refused.value

@@ -1,4 +1,4 @@
-"""Transactions over gRPC: committed at once, rolled back, or asked about on the client's open stream."""
+"""Transactions over gRPC: committed, rolled back, or open until the broker checks them over the client's stream."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ Talks = Callable[..., GrpcConversation]
 
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
-def test_commit_rollback_and_neither(talks: Talks) -> None:
+def test_transactions_are_committed_rolled_back_or_checked(talks: Talks) -> None:
     """An open transaction is checked after six seconds."""
     talk = talks(transactions=True)
     consumer = talk.simple()
     for check in (COMMIT, ROLLBACK):
-        send(talk, f"asked: {check}", UNKNOWN, check)
+        send(talk, f"checked: {check}", UNKNOWN, check)
     for number, local in enumerate((COMMIT, ROLLBACK, COMMIT)):
         send(talk, f"{local} {number}", local, UNKNOWN)
     talk.send("plain")
-    got = by_body(talk.receive(consumer, {"COMMIT 0", "COMMIT 2", "plain"}))
-    assert set(got) == {"COMMIT 0", "COMMIT 2", "plain"}, "nothing else is seen before its commit"
-    assert got["COMMIT 0"]["tag"] == "t"
-    asked = talk.client.wait_checks(2)
-    assert {m["body"] for m in asked if m["topic"] == talk.topic} == {"asked: COMMIT", "asked: ROLLBACK"}
-    later = by_body(talk.receive(consumer, {"asked: COMMIT"}))
-    assert set(later) == {"asked: COMMIT"}
+    received = by_body(talk.receive(consumer, {"COMMIT 0", "COMMIT 2", "plain"}))
+    assert set(received) == {"COMMIT 0", "COMMIT 2", "plain"}, "an open half message is not delivered"
+    assert received["COMMIT 0"]["tag"] == "t"
+    checked = talk.client.wait_checks(2)
+    assert {m["body"] for m in checked if m["topic"] == talk.topic} == {
+        "checked: COMMIT",
+        "checked: ROLLBACK",
+    }
+    after_check = by_body(talk.receive(consumer, {"checked: COMMIT"}))
+    assert set(after_check) == {"checked: COMMIT"}
     talk.send("end")
     assert set(by_body(talk.receive(consumer, {"end"}))) == {"end"}
 
 
 def send(talk: GrpcConversation, body: str, local: str, check: str) -> None:
+    """Send a half message. `local` is the state after the send, and `check` the answer to a check."""
     sent = talk.call(
         "send_transaction", topic=talk.topic, body=body, tag="t", local=local, properties={"check": check}
     )
