@@ -1,7 +1,7 @@
 """RocketMQ's own administration tool, and its output for a command.
 
-One process runs the commands of many tests. The tool's Java takes a second or more to start, and on a busy machine the
-first request of a new process is often too late for the tool itself: RemotingTimeoutException.
+One process runs the commands of many tests. A new process takes a second or more to start, and on a busy machine its
+first request often fails with a RemotingTimeoutException.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AdminTool:
         self._driver = driver
 
     def __call__(self, broker: StockBroker, *words: str) -> str:
-        """The tool's output, which also reports failures."""
+        """Run a command for a broker, and return the output. Raise AssertionError if it contains an exception."""
         printed: str = self._driver.call("command", words=[*words, "-n", broker.name_server])
         assert "Exception" not in printed, printed
         return printed
@@ -30,6 +30,6 @@ class AdminTool:
 
 @contextmanager
 def admin_tool(home: Path) -> Iterator[AdminTool]:
-    """The tool in this process's environment. $ROCKETMQ_HOME is where it looks for its account."""
+    """Start the tool with the environment of this process. It looks for its account in $ROCKETMQ_HOME."""
     with driving(command("mqadmin"), "", home) as driver:
         yield AdminTool(driver)

@@ -17,7 +17,7 @@ from tests.interop.stock_clients import command
 
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockBroker]:
-    """One broker for all tests: topics and groups bear the test's name."""
+    """One broker for all tests. Their topics and groups have the names of the tests."""
     with stock_broker(tmp_path_factory.mktemp("broker") / "data") as running:
         yield running
 
@@ -26,7 +26,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockBroker]:
 def clients(
     broker: StockBroker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Driver]]:
-    """The running program of a client, started when first asked for."""
+    """Return a function that returns the program of a client by name, and starts it at the first call."""
     running: dict[str, Driver] = {}
 
     def client(name: str) -> Driver:
@@ -49,7 +49,7 @@ def mqadmin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminTool]:
 
 @pytest.fixture
 def client(request: pytest.FixtureRequest, clients: Callable[[str], Driver]) -> Driver:
-    """The client that the test is parametrised with."""
+    """Return the client that is the parameter of the test."""
     return clients(request.param)
 
 
@@ -57,12 +57,12 @@ def client(request: pytest.FixtureRequest, clients: Callable[[str], Driver]) -> 
 def talks(
     request: pytest.FixtureRequest, broker: StockBroker, clients: Callable[[str], Driver], name: str
 ) -> Callable[..., GrpcConversation]:
-    """Starts the test's conversation, with the gRPC client that it is parametrised with."""
+    """Return a function that starts a conversation of this test with the gRPC client that is its parameter."""
     return lambda **how: GrpcConversation(request.param, clients(request.param), broker, name, **how)
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name for this test's topic, groups and clients."""
-    kept = "".join(c if c.isalnum() else "-" for c in request.node.name)
-    return kept.removeprefix("test-").strip("-")
+    """Return the name of the test for its topic, groups and clients, with a hyphen for each other character."""
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name)
+    return name.removeprefix("test-").strip("-")

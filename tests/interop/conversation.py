@@ -27,7 +27,7 @@ class Conversation:
         client.call("producer", name=self._producer, group=self._producer, **producer)
 
     def listen(self, *, kind: str = "consumer", topic: str = "", **options: Any) -> str:
-        """Start one more consumer of the group; returns its name."""
+        """Start one more consumer of the group, and return its name."""
         self._consumers += 1
         name = f"{self.group}-{self._consumers}"
         options = {"group": self.group, "topic": topic or self.topic, "expression": "*", **options}
@@ -49,7 +49,7 @@ class Conversation:
 
 
 def by_body(messages: list[Json]) -> dict[str, Json]:
-    """Return the message of each body. Fails if a body came twice."""
+    """Return the message of each body. Fail if two messages have the same body."""
     found = {message["body"]: message for message in messages}
     assert len(found) == len(messages), [message["body"] for message in messages]
     return found

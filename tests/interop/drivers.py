@@ -1,10 +1,11 @@
-"""A stock client in a process of its own, spoken to in JSON lines. The programs for the remoting protocol understand
-the same requests:
+"""A stock client in a process of its own, which takes requests and returns answers as JSON lines.
+
+The programs for the remoting protocol understand these requests (optional fields in brackets):
 
     producer         name, group [transactions]
     send             producer, topic, body [tag keys level properties timer timer_value queue_id]
     send_batch       producer, messages
-    send_transaction producer, topic, body, properties: local and check say COMMIT_MESSAGE, ROLLBACK_MESSAGE or UNKNOW
+    send_transaction producer, topic, body, properties: local and check are COMMIT_MESSAGE, ROLLBACK_MESSAGE or UNKNOW
     recall           producer, topic, handle
     consumer         name, group, topic, expression or sql [fail orderly broadcast max_reconsume_times server_rebalance
                      work_ms (Java)]
@@ -13,11 +14,12 @@ the same requests:
     query_key, view, offsets    producer, topic, key or message_id or at_ms
     stop             name
 
-and those for gRPC these (`tls`, `access_key`, `secret_key`, `endpoint` with each that starts something):
+and those for gRPC these (with `tls`, `access_key`, `secret_key`, `endpoint` for a producer, a simple and a push
+consumer):
 
     producer         name, topic [transactions]
     send             producer, topic, body [tag keys properties message_group due_ms]
-    send_transaction producer, topic, body, properties; local and the property check say COMMIT, ROLLBACK or UNKNOWN
+    send_transaction producer, topic, body, properties; local and the property check are COMMIT, ROLLBACK or UNKNOWN
     recall           producer, topic, handle
     simple           name, group, topic, wait_s [expression sql]
     receive          consumer, count, invisible_s: messages, each with its number
@@ -25,8 +27,8 @@ and those for gRPC these (`tls`, `access_key`, `secret_key`, `endpoint` with eac
     push             name, group, topic [expression sql fail hold work_ms]
     stop             name
 
-A consumer reports every delivery; the first `fail` deliveries of each body fail, and one that holds never ends. One
-with `work_ms` takes so long for each delivery, and reports its end.
+A consumer reports each delivery. The first `fail` deliveries of each body fail. With `hold`, the listener never
+returns. With `work_ms`, it takes this time for each delivery, and reports its end.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ BOUND_S = max(bounds.BOUND_S, 200)
 
 
 class ClientError(Exception):
-    """The stock client raised an error. `code` is the broker's answer, if there was one."""
+    """The stock client raised an error. `code` is that of the broker's answer, None without an answer."""
 
-    def __init__(self, told: Json) -> None:
-        super().__init__(f"{told['type']}: {told['text']}")
-        self.type, self.code, self.text = told["type"], told.get("code"), told["text"]
+    def __init__(self, error: Json) -> None:
+        super().__init__(f"{error['type']}: {error['text']}")
+        self.type, self.code, self.text = error["type"], error.get("code"), error["text"]
 
 
 class Driver:
-    """One client's process. Requests may come from any thread."""
+    """The process of one client. Any thread may make requests."""
 
     def __init__(self, command: list[str], address: str, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            # HOME and user.home: where the clients write their logs.
+            # The clients write their logs to HOME, those in Java to user.home.
             ["env", f"HOME={home}", f"JAVA_TOOL_OPTIONS=-Duser.home={home}", *command, address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -80,13 +82,13 @@ class Driver:
         for thread in self._threads:
             thread.start()
         try:
-            self.wait_until(lambda: self._events, "the client's program says that it is ready")
-        except BaseException:  # nothing else could close a client that did not start
+            self.wait_until(lambda: self._events, "the client's program is ready")
+        except BaseException:  # the caller has no driver to close
             self.close()
             raise
 
     def call(self, op: str, **request: Any) -> Any:
-        """Return the client's result. Raises ClientError with the client's error."""
+        """Make a request, and return the client's result. Raise ClientError with the client's error."""
         number = next(self._ids)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"id": number, "op": op, **request}) + "\n")
@@ -98,18 +100,19 @@ class Driver:
         return answer.get("result")
 
     def deliveries(self, consumer: str, *, done: bool | None = None) -> list[Json]:
-        """A consumer's messages so far, in order. Optionally only those with, or without, success."""
+        """Return the deliveries to a consumer so far, in order. With `done`, only those that succeeded, or failed."""
         with self._changed:
             events = [e for e in self._events if e["event"] == "message" and e["consumer"] == consumer]
         return [e["message"] for e in events if done is None or e["done"] == done]
 
     def work(self, consumer: str) -> list[tuple[str, int]]:
-        """The bodies on which a consumer with `work_ms` began (1) and ended (-1) to work, in order."""
+        """Return the steps of a consumer with `work_ms` in order: the body, and 1 for its begin or -1 for its end."""
         with self._changed:
             events = [e for e in self._events if e.get("consumer") == consumer]
         return [(e["body"], -1) if e["event"] == "end" else (e["message"]["body"], 1) for e in events]
 
     def wait_deliveries(self, consumer: str, count: int, *, done: bool | None = None) -> list[Json]:
+        """Wait for `count` deliveries at least, and return all so far as `deliveries` does."""
         self.wait_until(
             lambda: len(self.deliveries(consumer, done=done)) >= count,
             lambda: f"{count} messages for {consumer}, not {self.deliveries(consumer)}",
@@ -117,12 +120,12 @@ class Driver:
         return self.deliveries(consumer, done=done)
 
     def wait_checks(self, count: int) -> list[Json]:
-        """The transactions that the broker has asked about."""
+        """Wait until the broker has checked `count` transactions, and return their half messages."""
 
         def checks() -> list[Json]:
             return [e["message"] for e in self._events if e["event"] == "check"]
 
-        self.wait_until(lambda: len(checks()) >= count, f"{count} transactions asked about")
+        self.wait_until(lambda: len(checks()) >= count, f"{count} checks of transactions")
         return checks()
 
     def close(self) -> None:
@@ -137,24 +140,27 @@ class Driver:
             except BrokenPipeError:  # a request whose answer is no longer awaited
                 pass
 
-    def wait_until(self, true: Callable[[], object], what: str | Callable[[], str]) -> None:
-        """Wait for a condition that the client's answers and events bring about."""
+    def wait_until(self, condition: Callable[[], object], text: str | Callable[[], str]) -> None:
+        """Wait for a condition, which is checked after each answer or event of the client.
+
+        Raise AssertionError with `text` and the client's last errors if the client has ended, or after BOUND_S.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: true() or self._process.poll() is not None, BOUND_S)
-            if true():
+            self._changed.wait_for(lambda: condition() or self._process.poll() is not None, BOUND_S)
+            if condition():
                 return
-        told = "\n".join(self._errors)
-        raise AssertionError(f"did not happen: {what() if callable(what) else what}\n{told}")
+        errors = "\n".join(self._errors)
+        raise AssertionError(f"did not happen: {text() if callable(text) else text}\n{errors}")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            told = json.loads(line)
+            message = json.loads(line)
             with self._changed:
-                if "id" in told:
-                    self._answers[told["id"]] = told
+                if "id" in message:
+                    self._answers[message["id"]] = message
                 else:
-                    self._events.append(told)
+                    self._events.append(message)
                 self._changed.notify_all()
         self._process.wait()
         with self._changed:

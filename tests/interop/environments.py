@@ -174,11 +174,14 @@ def jars(version: str) -> Path:
     return kept(f"java_{version}_jars", [LOCKS / "pom.xml", hashes], make)
 
 
-# ---- how they are made ------------------------------------------------------------------------------------------
+# ---- the folders of environments ----------------------------------------------------------------------------------
 
 
 def kept(name: str, inputs: list[Path], make: Callable[[Path], None], *more: str) -> Path:
-    """Return the folder that `make` filled from these inputs. Fills it if it is missing, completely or not at all."""
+    """Return the folder that `make` has filled. Fill it if it does not exist, or if an earlier `make` was interrupted.
+
+    The name of the folder contains a hash of the inputs and of `more`, so that changed inputs give another folder.
+    """
     made_from = hashlib.sha256(
         b"\0".join([path.read_bytes() for path in inputs] + [m.encode() for m in more])
     )
@@ -194,7 +197,7 @@ def kept(name: str, inputs: list[Path], make: Callable[[Path], None], *more: str
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time: two test runs may share the folder."""
+    """Hold a lock between processes, because two test runs may share the folder."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -202,6 +205,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def tool(name: str, package: str) -> str:
+    """Return the path of a program. Raise Missing, with the Debian package, if it is not installed."""
     found = shutil.which(name)
     if found is None:
         raise Missing(f"there is no {name} here (Debian's package is {package})")
@@ -209,14 +213,14 @@ def tool(name: str, package: str) -> str:
 
 
 def fetch(command: list[str]) -> None:
-    """Run a package client. A package that it cannot fetch is Missing, and no error of the test."""
+    """Run a package client. Raise Missing if it fails, but not for a package with a wrong hash: that is an error."""
     try:
         run(command)
     except (subprocess.SubprocessError, OSError) as error:
-        told = str(getattr(error, "stdout", None) or error).strip()
-        if any(words in told for words in WRONG_HASH):
+        output = str(getattr(error, "stdout", None) or error).strip()
+        if any(words in output for words in WRONG_HASH):
             raise
-        lines = told.splitlines()
+        lines = output.splitlines()
         reason = " / ".join(lines[:1] + lines[1:][-2:])
         raise Missing(f"{Path(command[0]).name} could not fetch its packages: {reason}") from error
 
@@ -231,8 +235,11 @@ def run(command: list[str]) -> None:
 
 
 def check(folder: Path, hashes: str) -> None:
-    """Refuse a file that is missing, not in the list, or different from the list."""
-    wanted = {name: digest for digest, name in (line.split() for line in hashes.splitlines())}
+    """Raise ValueError if a jar is missing, is not in the list, or differs from its hash in the list.
+
+    `hashes` has lines of a SHA-256 in hex and a file name.
+    """
+    listed = {name: digest for digest, name in (line.split() for line in hashes.splitlines())}
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.jar")}
-    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+    if wrong := sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name)):
         raise ValueError(f"these jars are not what locks/ says: {', '.join(wrong)}")

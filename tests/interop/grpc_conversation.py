@@ -34,8 +34,9 @@ class GrpcConversation:
         group: Json | None = None,
         **how: Any,
     ) -> None:
-        """`group`: RocketMQ's settings of the consumer group. `how`: options with which producer and consumers
-        are started.
+        """Create the topic with so many queues, configure the group, and start the producer.
+
+        `group` has settings of the consumer group by RocketMQ's names, and `how` options of producer and consumers.
         """
         self.which, self.client, self.broker, self._how = which, client, broker, how
         self.topic, self.group = f"{name}-topic", f"{name}-group"
@@ -47,12 +48,12 @@ class GrpcConversation:
         client.call("producer", name=self._producer, topic=self.topic, **how)
 
     def configure_group(self, config: Json) -> None:
-        """Set the group's retries, as an operator does with RocketMQ's names. `retry_ms`: pauses between attempts."""
-        found = {"groupName": self.group, "consumeEnable": True, "retryQueueNums": 1, **config}
-        if pauses_ms := found.pop("retry_ms", None):
+        """Change settings of the group by RocketMQ's names. `retry_ms` has the pauses before the retries."""
+        settings = {"groupName": self.group, "consumeEnable": True, "retryQueueNums": 1, **config}
+        if pauses_ms := settings.pop("retry_ms", None):
             policy = {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": pauses_ms}}
-            found["groupRetryPolicy"] = policy
-        code, body = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, json.dumps(found).encode()
+            settings["groupRetryPolicy"] = policy
+        code, body = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, json.dumps(settings).encode()
         answer = self.broker.request(code, body=body)
         assert answer.code == 0, answer.remark
 
@@ -69,14 +70,14 @@ class GrpcConversation:
         return self.client.call(op, producer=self._producer, **options)
 
     def due_ms(self, after_ms: int) -> int:
-        """Return a time so many ms ahead, by the broker's clock, or soon after, as this client can express it."""
+        """Return the time of the broker's clock plus `after_ms`. The Python client has whole seconds: round it up."""
         due_ms = self.broker.now_ms() + after_ms
         return -(-due_ms // 1000) * 1000 if self.which == PYTHON else due_ms
 
     # ---- consuming
 
     def listen(self, *, kind: str = "push", **options: Any) -> str:
-        """Start one more consumer of the group; returns its name."""
+        """Start one more consumer of the group, and return its name."""
         self._consumers += 1
         name = f"{self.group}-{self._consumers}"
         how = {"topic": self.topic, "group": self.group, **self._how, **options}
@@ -90,20 +91,20 @@ class GrpcConversation:
     def receive(
         self, consumer: str, bodies: Collection[str], *, count: int = 16, invisible_s: int = INVISIBLE_S
     ) -> list[Json]:
-        """Receive until all these have come, or the time is up. Return the messages, in order."""
-        found: list[Json] = []
+        """Receive until messages with all these bodies are received, at most for BOUND_S. Return them in order."""
+        received: list[Json] = []
         end_s = time.monotonic() + BOUND_S
-        while not set(bodies) <= {message["body"] for message in found}:
-            assert time.monotonic() < end_s, f"{bodies} did not come, but {found}"
-            found += self.receive_once(consumer, count=count, invisible_s=invisible_s)
-        return found
+        while not set(bodies) <= {message["body"] for message in received}:
+            assert time.monotonic() < end_s, f"not {bodies}, but {received} was received"
+            received += self.receive_once(consumer, count=count, invisible_s=invisible_s)
+        return received
 
     def receive_once(self, consumer: str, *, count: int = 16, invisible_s: int = INVISIBLE_S) -> list[Json]:
-        """Return the messages of one receive. Empty when its wait is over."""
-        found: list[Json] = self.client.call(
+        """Return the messages of one receive, none if its wait is over."""
+        received: list[Json] = self.client.call(
             "receive", consumer=consumer, count=count, invisible_s=invisible_s
         )
-        return found
+        return received
 
     def ack(self, consumer: str, *messages: Json) -> None:
         for message in messages:
@@ -115,7 +116,7 @@ class GrpcConversation:
     def stop(self, consumer: str) -> None:
         self.client.call("stop", name=consumer)
 
-    # ---- what became of it, from the broker's own log
+    # ---- the state of messages in the broker's log
 
     def is_early(self, body: str, due_ms: int) -> bool:
         """Check whether this message entered its queue before this time, by the broker's clock."""
@@ -123,7 +124,7 @@ class GrpcConversation:
         return came_early({**row, "due_ms": due_ms})
 
     def returned(self) -> list[Json]:
-        """The rows that came back to the group, because they were not acknowledged in time."""
+        """Return the rows of the retry topic: messages that were not acknowledged in time."""
         return self.broker.rows(f"%RETRY%{self.group}_{self.topic}")
 
     def dead_letters(self) -> list[str]:

@@ -71,18 +71,19 @@ class KafkaServer:
         (self._folder / "server.properties").write_text(text)
 
     def start(self) -> None:
-        """Start; at first on other ports when it ends at once, as another process may have been faster to one of them.
+        """Start the server, and wait until it answers.
 
-        Its log is not configured, so it does not say why it ends.
+        If it ends at its first start, try again with other ports, because another process may have taken one of them.
+        Its output does not tell the reason, because its log is not configured.
         """
         tries_left = 1 if (self._folder / "out").exists() else TRIES
-        while (said := self._try_to_start()) is not None:
+        while (output := self._try_to_start()) is not None:
             tries_left -= 1
-            assert tries_left, f"Kafka has ended: {said[-2_000:]}"
+            assert tries_left, f"Kafka has ended: {output[-2_000:]}"
             self._choose_ports()
 
     def _try_to_start(self) -> str | None:
-        """Return None once it answers, or its output if it has ended."""
+        """Start the server. Return None when it answers, or its output if it has ended."""
         java, *options = self._command
         path = self._folder / "out"
         with path.open("ab") as out:
@@ -90,20 +91,20 @@ class KafkaServer:
                 [java, *self._heap, *options, "kafka.Kafka", "server.properties"],
                 cwd=self._folder, stdout=out, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        admin, give_up = self.admin(), time.monotonic() + BOUND_S
+        admin, deadline_s = self.admin(), time.monotonic() + BOUND_S
         while True:
             try:
                 admin.list_topics(timeout=1)
                 if process.poll() is None:
                     return None
             except KafkaException as error:
-                assert time.monotonic() < give_up, f"no answer from Kafka: {error}"
+                assert time.monotonic() < deadline_s, f"no answer from Kafka: {error}"
             if process.poll() is not None:
                 return path.read_text(errors="replace")
 
     @property
     def pid(self) -> int:
-        """Return the process's id; it must run."""
+        """Return the process id of the server, which must be running."""
         assert self._process is not None
         return self._process.pid
 
@@ -117,10 +118,11 @@ class KafkaServer:
         return AdminClient({"bootstrap.servers": self.bootstrap, "reconnect.backoff.max.ms": 500})
 
     def make(self, *names: str, partitions: int = 1, **config: str) -> None:
-        given = {name.replace("_", "."): value for name, value in config.items()}
-        admin = self.admin()  # kept: its answers end with it
-        made = admin.create_topics([NewTopic(name, partitions, 1, config=given) for name in names])
-        for future in made.values():
+        """Create topics. A keyword is the name of a configuration with underscores in place of dots."""
+        topic_config = {name.replace("_", "."): value for name, value in config.items()}
+        admin = self.admin()  # referenced until the futures are done: they fail without their client
+        futures = admin.create_topics([NewTopic(name, partitions, 1, config=topic_config) for name in names])
+        for future in futures.values():
             future.result(BOUND_S)
 
     def forbid(self, topic: str, operation: AclOperation) -> None:
@@ -131,7 +133,7 @@ class KafkaServer:
             AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:ANONYMOUS", "*", each, permission)
             for each, permission in permissions.items()
         ]  # fmt: skip
-        admin = self.admin()  # kept: its answers end with it
+        admin = self.admin()  # referenced until the futures are done: they fail without their client
         for future in admin.create_acls(rules).values():
             future.result(BOUND_S)
 

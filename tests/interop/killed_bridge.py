@@ -17,7 +17,7 @@ from timeball.edges.kafka import delivery
 from timeball.edges.kafka.options import BridgeQueue
 
 STEPS: dict[str, tuple[Any, str, bool]] = {
-    # step: what, its verb, and whether it is killed behind it
+    # step: (a class, its method, whether the process is killed after the method instead of before it)
     "cancelled, before the batch is sent": (BridgeQueue, "cancel", True),
     "before a batch is sent": (Source, "send", False),
     "sent, before the answer": (SendExchange, "submit", True),
@@ -30,17 +30,20 @@ OUTSIDE = "the position in a transaction of its own"
 
 
 def die(times: list[int]) -> None:
+    """Count a step down. Kill the process when the count is zero."""
     times[0] -= 1
     if times[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(verb: Callable[..., Any], times: list[int], *, behind: bool) -> Callable[..., Any]:
-    def run(*given: Any, **more: Any) -> Any:
-        if not behind:
+def killed(method: Callable[..., Any], times: list[int], *, after: bool) -> Callable[..., Any]:
+    """Return a method that calls `method`, and kills the process before or after its n-th call."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        if not after:
             die(times)
-        result = verb(*given, **more)
-        if behind:
+        result = method(*args, **options)
+        if after:
             die(times)
         return result
 
@@ -48,14 +51,14 @@ def killed(verb: Callable[..., Any], times: list[int], *, behind: bool) -> Calla
 
 
 def outside(times: list[int]) -> Callable[..., None]:
-    """Return a `_write` that commits the records first, and the position behind them."""
-    whole = delivery.Delivery._write
+    """Return a wrong `_write`: it commits the records first, and then their position in a second transaction."""
+    right = delivery.Delivery._write
 
     def write(self: Any, found: list[Any], position: int, stop: Any) -> None:
-        whole(self, found, self._offset, stop)
+        right(self, found, self._offset, stop)
         if found:
             die(times)
-        whole(self, [], position, stop)
+        right(self, [], position, stop)
 
     return write
 
@@ -65,6 +68,6 @@ if __name__ == "__main__":
     if step == OUTSIDE:
         delivery.Delivery._write = outside(times)  # type: ignore[method-assign]
     else:
-        owner, name, behind = STEPS[step]
-        setattr(owner, name, killed(getattr(owner, name), times, behind=behind))
+        owner, name, after = STEPS[step]
+        setattr(owner, name, killed(getattr(owner, name), times, after=after))
     main(["kafka", *sys.argv[3:]])

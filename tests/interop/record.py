@@ -36,20 +36,21 @@ FILES = {
     JAVA5_BINARY: "java-5.3.3-binary",
 }
 OF_A_KIND = 2
-SAID_INSTEAD = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "2001:db8::1"}
+REPLACEMENTS = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def record(which: str) -> bytes:
+    """Run a client against a broker behind a recorder, and return the bytes of its golden file."""
     with tempfile.TemporaryDirectory() as folder, recording() as recorder:
         with stock_broker(Path(folder) / "data", "--advertise", recorder.address) as broker:
             recorder.forward_to = broker.remoting
             with driving(COMMANDS[which](), recorder.address, Path(folder) / "home") as client:
-                talk_about_everything(which, client, broker)
+                make_all_requests(which, client, broker)
             return golden(recorder)
 
 
-def talk_about_everything(which: str, client: Driver, broker: StockBroker) -> None:
-    """One of each: what this client can do, in a few messages."""
+def make_all_requests(which: str, client: Driver, broker: StockBroker) -> None:
+    """Let the client make each kind of its requests, with a few messages."""
     java = which in (JAVA4, JAVA5, JAVA5_BINARY)
     talk = Conversation(client, broker, "recorded", queues=2)
     consumer = talk.listen(fail=1, expression="A || B")
@@ -65,8 +66,10 @@ def talk_about_everything(which: str, client: Driver, broker: StockBroker) -> No
         client.wait_deliveries(ordered, 8)
         talk.stop(ordered)
     client.wait_deliveries(consumer, 5, done=True)
-    everybody = talk.listen(broadcast=True, group="recorded-broadcast")
-    while not client.deliveries(everybody):  # the C++ client begins with what comes after it
+    broadcast = talk.listen(broadcast=True, group="recorded-broadcast")
+    while not client.deliveries(
+        broadcast
+    ):  # the C++ client receives only messages that are sent after its start
         talk.send("to all", tag="A", level=1)
         client.wait_deliveries(consumer, len(client.deliveries(consumer)) + 1)
     if which == CPP:
@@ -74,11 +77,12 @@ def talk_about_everything(which: str, client: Driver, broker: StockBroker) -> No
     if which == ALI_ONS:
         talk.send("aliyun", tag="A", timer="__STARTDELIVERTIME", timer_value=broker.now_ms() + 500)
     if java:
-        what_only_java_does(which, talk)
+        make_java_requests(which, talk)
     talk.stop(consumer)
 
 
-def what_only_java_does(which: str, talk: Conversation) -> None:
+def make_java_requests(which: str, talk: Conversation) -> None:
+    """Let a Java client make the requests that only Java clients have."""
     client, topic = talk.client, talk.topic
     client.wait_deliveries(talk.listen(sql="colour = 'red'", expression=None, group="recorded-sql"), 1)
     client.wait_deliveries(talk.listen(kind="lite_consumer", group="recorded-lite"), 5)
@@ -87,58 +91,62 @@ def what_only_java_does(which: str, talk: Conversation) -> None:
     )
     talk.call("query_key", topic=topic, key="order-17")
     talk.call("offsets", topic=topic, at_ms=0)
-    sent = talk.send("looked at")
+    sent = talk.send("viewed")
     talk.call("view", topic=topic, message_id=sent["offset_id"])
     if which != JAVA4:
         handle = talk.send("recalled", timer="TIMER_DELAY_SEC", timer_value=60)["recall_handle"]
         talk.call("recall", topic=topic, handle=handle)
-    asked = Conversation(client, talk.broker, "transactions", transactions=True)
+    transactions = Conversation(client, talk.broker, "transactions", transactions=True)
     for local in ("COMMIT_MESSAGE", "ROLLBACK_MESSAGE", "UNKNOW"):
         properties = {"local": local, "check": "COMMIT_MESSAGE", "CHECK_IMMUNITY_TIME_IN_SECONDS": 1}
-        asked.call("send_transaction", topic=topic, body=local, properties=properties)
+        transactions.call("send_transaction", topic=topic, body=local, properties=properties)
     client.wait_checks(1)
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------
+# ---- the golden file ---------------------------------------------------------------------------------------------
 
 
 def golden(recorder: Recorder) -> bytes:
-    seen: Counter[object] = Counter()
-    kept: list[bytes] = []
+    """Return the first frames of each kind in order, without the names of this machine."""
+    counts: Counter[object] = Counter()
+    frames: list[bytes] = []
     for frame in (frame for stream in recorder.streams() for frame in Splitter().feed(stream)):
         command = decode(frame)
         kind = (command.code, command.flag, frozenset(command.ext))
-        seen[kind] += 1
-        if seen[kind] <= OF_A_KIND:
-            kept.append(raw(scrubbed(frame)))
-    return b"".join(kept)
+        counts[kind] += 1
+        if counts[kind] <= OF_A_KIND:
+            frames.append(raw(scrubbed(frame)))
+    return b"".join(frames)
 
 
 def raw(frame: Frame) -> bytes:
-    """The frame as it was on the wire."""
+    """Return the bytes of a frame as a client sends them."""
     word = frame.serialisation << 24 | len(frame.header)
     lengths = (4 + len(frame.header) + len(frame.body)).to_bytes(4, "big") + word.to_bytes(4, "big")
     return lengths + frame.header + frame.body
 
 
 def scrubbed(frame: Frame) -> Frame:
+    """Return a frame in which the names of this machine are replaced."""
     header, body = frame.header, frame.body
     for name, other in machine_names():
-        assert len(name) == len(other) or frame.serialisation != BINARY, "lengths inside would lie"
+        assert len(name) == len(other) or frame.serialisation != BINARY, "a binary header contains lengths"
         header, body = header.replace(name, other), body.replace(name, other)
     return Frame(frame.serialisation, header, body)
 
 
 def machine_names() -> Iterator[tuple[bytes, bytes]]:
-    """This machine's name and addresses, as text and as in message ids, each with its replacement."""
+    """Yield the name and the addresses of this machine, each with its replacement. Addresses are text, and hex digits
+    as in message ids.
+    """
     name = socket.gethostname().encode()
-    if len(name) > 4:  # a shorter one names nobody, and stands inside other words
+    if len(name) > 4:  # a shorter name may be a part of other words
         yield name, b"h" * len(name)
-    for found in (one for addresses in psutil.net_if_addrs().values() for one in addresses):
-        text = found.address.partition("%")[0]
-        if found.family in SAID_INSTEAD and not ip_address(text).is_loopback:
+    for interface_address in (a for addresses in psutil.net_if_addrs().values() for a in addresses):
+        text, family = interface_address.address.partition("%")[0], interface_address.family
+        if family in REPLACEMENTS and not ip_address(text).is_loopback:
             yield text.encode(), re.sub(r"[\da-f]", "1", text).encode()
-            own, other = ip_address(text).packed.hex(), ip_address(SAID_INSTEAD[found.family]).packed.hex()
+            own, other = ip_address(text).packed.hex(), ip_address(REPLACEMENTS[family]).packed.hex()
             yield own.encode(), other.encode()
             yield own.upper().encode(), other.upper().encode()
 

@@ -1,7 +1,7 @@
 """A TCP proxy in front of the broker that records the bytes of clients, for golden files.
 
-It records only bytes to the broker, and passes answers on. The broker must tell its clients the proxy's address
-(`--advertise`). Otherwise they soon connect past it.
+It records only the bytes that clients send. It forwards answers without recording them. The broker must have the
+address of the proxy as its advertised address (`--advertise`). Otherwise clients would connect to the broker itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class Recorder:
-    """Listens at once; forwards to `forward_to`, which may be named later."""
+    """A proxy that listens at `address`. `forward_to` ("host:port") must be set before the first connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -25,14 +25,14 @@ class Recorder:
         self._threads[0].start()
 
     def streams(self) -> list[bytes]:
-        """What each connection has sent so far, in the order they were opened."""
+        """Return the bytes that each connection has sent so far, in the order in which they were opened."""
         return [bytes(stream) for stream in self._streams]
 
     def close(self) -> None:
         for connection in [self._listener, *self._open]:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # already ended from the other side
+            except OSError:  # the other side has already ended it
                 pass
             connection.close()
         for thread in self._threads:
@@ -42,31 +42,32 @@ class Recorder:
         while True:
             try:
                 client, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # the listener is closed
                 return
             host, _, port = self.forward_to.rpartition(":")
             server = socket.create_connection((host, int(port)))
             self._open += [client, server]
-            kept = bytearray()
-            self._streams.append(kept)
-            for source, target, tee in ((client, server, kept), (server, client, None)):
-                thread = threading.Thread(target=_pump, args=(source, target, tee), daemon=True)
+            recorded = bytearray()
+            self._streams.append(recorded)
+            for source, target, copy in ((client, server, recorded), (server, client, None)):
+                thread = threading.Thread(target=_forward, args=(source, target, copy), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
 
-def _pump(source: socket.socket, target: socket.socket, tee: bytearray | None) -> None:
+def _forward(source: socket.socket, target: socket.socket, copy: bytearray | None) -> None:
+    """Forward bytes until one side ends its connection, then end both. Append the bytes to `copy`, too."""
     try:
         while data := source.recv(65536):
-            if tee is not None:
-                tee += data
+            if copy is not None:
+                copy += data
             target.sendall(data)
-    except OSError:  # one side is gone, so the other goes too
+    except OSError:  # one side has ended its connection
         pass
     for connection in (source, target):
         try:
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # gone before
+        except OSError:  # it has already ended
             pass
 
 

@@ -1,7 +1,6 @@
-"""A `timeball serve` process for stock clients, with its addresses and questions for tests.
+"""A `timeball serve` process for stock clients, with its addresses, and requests of the tests to it.
 
-The delay table is short and its levels differ, so a message in the wrong level is noticed.
-A restarted broker listens on the same ports.
+The delay levels are few, short and all different, so that a message in the wrong level is noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BROKER, CLUSTER = "timeball", "DefaultCluster"
 
 
 class StockBroker:
-    """Start with `start`; `kill` is kill -9, and `start` after it goes on with the same data and ports."""
+    """Begin with `start`. After `kill` (SIGKILL) or `stop`, `start` continues with the same data and ports."""
 
     def __init__(self, data: Path, *options: str) -> None:
         self._data, self._options = data, options
@@ -64,7 +63,7 @@ class StockBroker:
         scheme = "https" if self.endpoint.startswith("grpc+tls") else "http"
         return Timeball(f"{scheme}://{self.http}", flight=self.endpoint)
 
-    # ---- what the tests ask of it, past the stock clients
+    # ---- requests that do not use the stock clients
 
     def create_topic(self, topic: str, queues: int = 1) -> str:
         with self.client() as ball:
@@ -72,25 +71,19 @@ class StockBroker:
         return topic
 
     def now_ms(self) -> int:
-        """The broker's own clock."""
+        """Return the time of the broker's clock in ms since 1970."""
         with self.client() as ball:
             return int(ball.status()["now_ms"])
 
     def bodies(self, topic: str) -> list[str]:
-        """All messages in a topic's queues. Empty for a topic that does not exist."""
+        """Return the bodies of all messages in the queues of a topic, none for a topic that does not exist."""
         with self.client() as ball:
-            found: list[str] = []
             if topic not in ball.topics():
-                return found
-            for queue, ends in ball.queues(topic).items():
-                if ends.max == ends.min:
-                    continue  # a topic stands a moment before its first message does
-                for batch in ball.read_queue(topic, queue, ends.min, ends.max - ends.min):
-                    found += [body.decode() for body in batch.column("body").to_pylist()]
-        return found
+                return []
+        return [row["body"].decode() for row in self.rows(topic)]
 
     def rows(self, topic: str) -> list[dict[str, Any]]:
-        """All rows in a topic's queues, with the log's own columns."""
+        """Return all rows in the queues of a topic, by queue and then by offset, with the columns of the log."""
         with self.client() as ball:
             return [
                 row
@@ -101,12 +94,12 @@ class StockBroker:
             ]
 
     def offsets(self, group: str, topic: str) -> dict[int, int]:
-        """The offsets of a group."""
+        """Return the committed offsets of a group in a topic by queue."""
         with self.client() as ball:
             return ball.offsets(group, topic)
 
     def request(self, code: RequestCode, *, body: bytes = b"", **ext: Any) -> Command:
-        """Make a bare request, for a state that a test needs and its client has no call for."""
+        """Make a remoting request without a client, for a state that its client cannot bring about."""
         host, _, port = self.remoting.rpartition(":")
         command = Command(
             code=code, opaque=1, version=409, ext={k: str(v) for k, v in ext.items()}, body=body
@@ -121,6 +114,7 @@ class StockBroker:
 
 @contextmanager
 def stock_broker(data: Path, *options: str) -> Iterator[StockBroker]:
+    """Run a broker with a data folder and options of `timeball serve`."""
     broker = StockBroker(data, *options)
     broker.start()
     try:

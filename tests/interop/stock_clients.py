@@ -1,4 +1,4 @@
-"""The stock clients by name: the function that starts each, and the result of a test whose client is missing."""
+"""The stock clients by name: the command that starts each, and the result of a test whose client is missing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ COMMANDS: dict[str, Callable[[], list[str]]] = {
     "pyright": environments.pyright,
 }
 
-_made: dict[str, list[str] | Missing] = {}
+_made: dict[str, list[str] | Missing] = {}  # the commands so far, or why there is none
 
 
 def command(name: str) -> list[str]:
-    """Return the function that starts a client. Skips the test without the client, or fails it if it is required."""
+    """Return the command that starts a client. Its environment is built at the first call.
+
+    If the client cannot be had, skip the test, or fail it if the environment has TIMEBALL_INTEROP=required.
+    """
     if name not in _made:
         try:
             _made[name] = COMMANDS[name]()

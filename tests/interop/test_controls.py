@@ -1,4 +1,4 @@
-"""The harness itself must notice the faults that it is for. It needs no stock client, so these tests are fast."""
+"""The harness of these tests notices the faults that it is made for. These tests need no stock client."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_a_row_that_comes_early_is_noticed() -> None:
 
 
 def test_no_two_tests_share_a_topic() -> None:
-    """Topics and groups bear their test's name and client: with the same ones twice, one test reads the other's."""
-    pages = [path.read_text() for path in Path(__file__).parent.glob("test_grpc_*.py")]
-    found = Counter(name for page in pages for name in re.findall(r"^def (test_\w+)", page, re.MULTILINE))
-    assert found and max(found.values()) == 1, found.most_common(3)
+    """Topics and groups have the names of the test and of the client. Tests with equal names would share messages."""
+    modules = [path.read_text() for path in Path(__file__).parent.glob("test_grpc_*.py")]
+    counts = Counter(name for text in modules for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE))
+    assert counts and max(counts.values()) == 1, counts.most_common(3)
 
 
 def test_a_doubled_message_is_noticed() -> None:
@@ -46,22 +46,22 @@ def test_a_doubled_message_is_noticed() -> None:
         by_body([{"body": "a"}, {"body": "a"}])
 
 
-# ---- clients that are not there ------------------------------------------------------------------------------
+# ---- missing clients -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def no_such_client(monkeypatch: pytest.MonkeyPatch) -> str:
-    def make() -> list[str]:
-        raise Missing("there is no tin can here")
+    def fail() -> list[str]:
+        raise Missing("there is no absent client here")
 
-    monkeypatch.setitem(stock_clients.COMMANDS, "tin can", make)
+    monkeypatch.setitem(stock_clients.COMMANDS, "absent client", fail)
     monkeypatch.setattr(stock_clients, "_made", {})
     monkeypatch.delenv("TIMEBALL_INTEROP", raising=False)
-    return "tin can"
+    return "absent client"
 
 
 def test_a_missing_client_is_skipped_with_its_reason(no_such_client: str) -> None:
-    with pytest.raises(pytest.skip.Exception, match="tin can: there is no tin can here"):
+    with pytest.raises(pytest.skip.Exception, match="absent client: there is no absent client here"):
         stock_clients.command(no_such_client)
 
 
@@ -69,11 +69,11 @@ def test_a_missing_client_fails_where_it_is_required(
     no_such_client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIMEBALL_INTEROP", "required")
-    with pytest.raises(pytest.fail.Exception, match="tin can is required"):
+    with pytest.raises(pytest.fail.Exception, match="absent client is required"):
         stock_clients.command(no_such_client)
 
 
-def test_a_tool_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_tool_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Missing, match="no mvn here"):
         environments.tool("mvn", "maven")
@@ -85,11 +85,11 @@ def test_a_package_that_cannot_be_fetched_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", ["ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "verifying go.mod: checksum mismatch"]
+    "output", ["ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "verifying go.mod: checksum mismatch"]
 )
-def test_a_wrong_hash_is_no_reason_to_skip(told: str) -> None:
+def test_a_wrong_hash_is_no_reason_to_skip(output: str) -> None:
     with pytest.raises(environments.subprocess.CalledProcessError):
-        environments.fetch(["sh", "-c", f"echo {told}; exit 1"])
+        environments.fetch(["sh", "-c", f"echo {output}; exit 1"])
 
 
 def test_jars_that_are_not_the_locked_ones_are_refused(tmp_path: Path) -> None:
@@ -104,26 +104,26 @@ def test_jars_that_are_not_the_locked_ones_are_refused(tmp_path: Path) -> None:
 # ---- recording -------------------------------------------------------------------------------------------------
 
 
-def test_the_proxy_keeps_what_is_sent_and_passes_it_on() -> None:
-    asked = encode(Command(code=RequestCode.HEART_BEAT, opaque=1, body=b"{}"))
+def test_the_recorder_records_and_forwards_what_is_sent() -> None:
+    request = encode(Command(code=RequestCode.HEART_BEAT, opaque=1, body=b"{}"))
     with socket.create_server(("127.0.0.1", 0)) as server, recording() as recorder:
         recorder.forward_to = f"127.0.0.1:{server.getsockname()[1]}"
         host, port = recorder.address.split(":")
         with socket.create_connection((host, int(port)), timeout=30) as client:
-            client.sendall(asked)
+            client.sendall(request)
             broker, _ = server.accept()
             with broker:
-                assert broker.recv(len(asked), socket.MSG_WAITALL) == asked
+                assert broker.recv(len(request), socket.MSG_WAITALL) == request
                 broker.sendall(b"answer")
                 assert client.recv(6, socket.MSG_WAITALL) == b"answer"
-        assert recorder.streams() == [asked]
-        assert golden(recorder) == asked
+        assert recorder.streams() == [request]
+        assert golden(recorder) == request
 
 
-def test_this_machine_is_not_in_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_does_not_contain_the_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     name, other = b"10.20.30.40", b"11.11.11.11"
     monkeypatch.setattr("tests.interop.record.machine_names", lambda: iter([(name, other)]))
     frame = Frame(0, b'{"code":34,"extFields":{"a":"10.20.30.40@17"}}', b"10.20.30.40")
-    [kept] = Splitter().feed(raw(scrubbed(frame)))
-    assert kept.body == other
-    assert decode(kept).ext == {"a": "11.11.11.11@17"}
+    [recorded] = Splitter().feed(raw(scrubbed(frame)))
+    assert recorded.body == other
+    assert decode(recorded).ext == {"a": "11.11.11.11@17"}
