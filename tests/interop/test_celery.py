@@ -110,7 +110,7 @@ def _dead_letters(ball: Timeball) -> int:
     return len(ball.dead_letters("celery").dead_letters)
 
 
-def test_a_worker_that_stops_gives_its_tasks_back_at_once(broker: Broker, tmp_path: Path) -> None:
+def test_a_worker_that_stops_returns_its_tasks_at_once(broker: Broker, tmp_path: Path) -> None:
     with shop_of(tmp_path, broker.url) as shop:  # with leases of 30 s
         first = shop.worker("-P", "solo")
         first.wait_ready()
@@ -237,7 +237,7 @@ def test_pending_tasks_are_moved_from_redis(broker: Broker, tmp_path: Path) -> N
 # ---- the page -------------------------------------------------------------------------------------------------
 
 
-def test_the_page_runs_as_it_stands(broker: Broker, tmp_path: Path) -> None:
+def test_the_commands_of_the_page_run_unchanged(broker: Broker, tmp_path: Path) -> None:
     text = page("docs/celery.md")
     commands = [
         line for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()

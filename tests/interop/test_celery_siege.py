@@ -1,8 +1,8 @@
-"""Tasks with an ETA far beyond the visibility timeout, while workers and the broker are killed. Redis beside it.
+"""Tasks with an ETA far beyond the visibility timeout, while workers and the broker are killed, also with Redis.
 
-The clock of Timeball's broker is a manual one, so two hours take as long as the kills. Redis has no such clock: there
-the ETA is as long as the kills take, and the visibility timeout is half of it, too. Under kills hardly any worker
-lives as long as that, so Redis is also shown without kills: then it delivers a task again after each timeout.
+Timeball's broker has a manual clock, so that two hours pass during the kills. With Redis the ETA is as far away as the
+kills take, and the visibility timeout is half of that. Hardly any worker lives so long under kills. Thus there is a
+test of Redis without kills, too, in which it delivers a task again after each timeout.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ pytestmark = [pytest.mark.interop, pytest.mark.siege, pytest.mark.xdist_group("c
 
 TASKS = rounds(30, 334)  # in each of the three pools
 KILLS = rounds(4, 34)
-BEFORE = 0.8  # of the kills: before the ETA
+BEFORE = 0.8  # the share of the kills before the ETA
 ETA = timedelta(hours=2)
 VISIBILITY = timedelta(hours=1)
 REDIS_ETA_PER_KILL_S = 10.0  # a worker starts in a few seconds
 LEASE_MS = 10_000
-RUN_S = 0.05  # of a task
-ACKNOWLEDGED_MS = 1_000  # a task that has ended may be acknowledged so much later
+RUN_S = 0.05  # the duration of a task
+ACKNOWLEDGED_MS = 1_000  # the maximum time from the end of a task to its acknowledgement
 STEP_S = 0.25
-REACHED_S = (
-    4.0  # until workers have acknowledged to a broker that was down: one that dies before runs tasks twice
-)
+# After a restart of the broker, workers may take this time for acknowledgements. One that is killed earlier may run a
+# task twice.
+REACHED_S = 4.0
 PENDING = rounds(20_000, 1_000_000)
 BODY_BYTES = 800  # of a task with one argument
 
@@ -101,22 +101,25 @@ class Redis:
 
 
 def doubled(runs: list[dict[str, Any]], killed_ms: dict[int, int]) -> list[str]:
-    """The names of tasks that ran again although the worker of the run before did not die within it.
+    """Return the names of tasks that ran again although the worker of the earlier run was not killed during it.
 
-    `killed_ms` has the time at which a worker was killed. A task that has just ended may not be acknowledged yet.
+    `killed_ms` has the time at which a worker was killed. A kill shortly after the end of a run is no fault, because
+    the run may not be acknowledged yet.
     """
     found, by_name = [], dict[str, list[dict[str, Any]]]()
     for run in runs:
         by_name.setdefault(run["name"], []).append(run)
-    for name, its in by_name.items():
-        begun = sorted((run for run in its if run["what"] == "begin"), key=lambda run: int(run["ms"]))
+    for name, events in by_name.items():
+        begun = sorted(
+            (event for event in events if event["what"] == "begin"), key=lambda event: int(event["ms"])
+        )
         for run in begun[:-1]:
-            same = [
-                each
-                for each in its
-                if each["what"] == "end" and each["pid"] == run["pid"] and each["ms"] >= run["ms"]
+            ends_ms = [
+                int(event["ms"])
+                for event in events
+                if event["what"] == "end" and event["pid"] == run["pid"] and event["ms"] >= run["ms"]
             ]
-            end_ms = min((int(each["ms"]) for each in same), default=run["ms"] + 10**9)
+            end_ms = min(ends_ms, default=run["ms"] + 10**9)
             died_ms = killed_ms.get(run["worker"])
             if died_ms is None or not run["ms"] <= died_ms <= end_ms + ACKNOWLEDGED_MS:
                 found.append(name)
@@ -138,16 +141,16 @@ def test_a_task_that_runs_twice_is_noticed() -> None:
 
 def report(title: str, shop: Shop, killed_ms: dict[int, int]) -> list[str]:
     """Print how often tasks ran, and return the names of the doubled ones."""
-    again = doubled(shop.runs(), killed_ms)
+    names = doubled(shop.runs(), killed_ms)
     begun = sum(run["what"] == "begin" for run in shop.runs())
-    print(f"{title}: {TASKS} tasks, {len(killed_ms)} workers killed, {begun} runs, {len(again)} doubled")
-    return again
+    print(f"{title}: {TASKS} tasks, {len(killed_ms)} workers killed, {begun} runs, {len(names)} doubled")
+    return names
 
 
 def besiege(
     system: ManualBroker | Redis, shop: Shop, pool: str, eta: timedelta, kills: int = KILLS
 ) -> dict[int, int]:
-    """Send tasks, and kill workers and the broker until all tasks have run. Returns when workers were killed."""
+    """Send tasks, and kill workers and the broker until all tasks have run. Return worker -> time of its kill in ms."""
     chance, killed_ms = random.Random(pool), dict[int, int]()
     alive = [shop.worker(*POOLS[pool]) for _ in range(2)]
     for worker in alive:
@@ -206,7 +209,7 @@ def test_etas_beyond_the_visibility_timeout_under_kills(tmp_path: Path, pool: st
 @only_in_a_siege
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("pool", POOLS)
-def test_the_same_on_redis(tmp_path: Path, pool: str) -> None:
+def test_etas_beyond_the_visibility_timeout_on_redis_under_kills(tmp_path: Path, pool: str) -> None:
     eta_s = KILLS * REDIS_ETA_PER_KILL_S
     options = {"visibility_timeout": eta_s / 2}
     with (
@@ -220,7 +223,7 @@ def test_the_same_on_redis(tmp_path: Path, pool: str) -> None:
 @only_in_a_siege
 @pytest.mark.timeout(600)
 def test_redis_doubles_a_task_that_waits_longer_than_the_visibility_timeout(tmp_path: Path) -> None:
-    """A worker looks for messages to deliver again once in 100 s (kombu 5.6)."""
+    """A worker checks once in 100 s whether messages must be delivered again (kombu 5.6)."""
     options = {"visibility_timeout": 30}
     with (
         started(Redis, tmp_path) as system,
@@ -246,19 +249,19 @@ def test_pending_tasks_take_no_memory_of_a_worker(tmp_path: Path) -> None:
 
 
 def _memory_mb(shop: Shop, name: str) -> float:
-    """The memory of the main process of a worker that has run a task."""
+    """Return the memory of the main process of a worker that has run a task, in MiB."""
     worker = shop.worker(*POOLS["prefork"])
     worker.wait_ready()
     shop.send([name])
     eventually(lambda: shop.ended()[name] == 1, "a task")
-    threading.Event().wait(2)  # longer than the worker takes to fetch what it can
+    threading.Event().wait(2)  # longer than the worker takes to fetch all tasks that it may fetch
     memory_mb = psutil.Process(worker.pid).memory_info().rss / 2**20
     worker.end()
     return memory_mb
 
 
 def _send_columns(system: ManualBroker, count: int) -> None:
-    """Send so many messages of the size of a task, with an ETA."""
+    """Send `count` messages of the size of a task, with an ETA."""
     due_ms = int((system.now() + ETA).timestamp() * 1000)
     body = pa.repeat(pa.scalar(b"x" * BODY_BYTES, pa.binary()), count)
     with Timeball(system.endpoint, flight=system.flight) as ball:

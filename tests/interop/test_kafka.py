@@ -1,7 +1,7 @@
-"""The bridge and a real Kafka: records come out at their due times, once, whichever process is killed.
+"""The bridge and a real Kafka: each record is delivered once at its due time, whichever process is killed.
 
-A record is counted as a reader with `read_committed` sees it. A siege kills the
-bridge at each step, else at four of them.
+The tests count records as a reader with `read_committed` sees them. In a siege the bridge is killed at each step,
+otherwise at four of them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Place:
         return found
 
     def wait_for(self, topic: str, count: int) -> list[Any]:
-        """Return the records of a topic once there are so many; with more, what there is then."""
+        """Wait until a topic has at least `count` records, and return all of them."""
         found: list[Any] = []
 
         def enough() -> bool:
@@ -148,7 +148,7 @@ def now_ms() -> int:
 # ---- what comes out ---------------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_was_at_its_instant(place: Place) -> None:
+def test_a_record_is_delivered_unchanged_at_its_due_time(place: Place) -> None:
     place.make()
     place.kafka.make(f"{place.name}.other", partitions=3)
     begin_ms = now_ms()
@@ -170,7 +170,7 @@ def test_a_record_comes_back_as_it_was_at_its_instant(place: Place) -> None:
     assert (second.value(), second.key(), second.partition()) == (None, b"tombstone", 1)
     (other,) = place.wait_for(f"{place.name}.other", 1)
     assert (other.value(), other.key(), other.partition(), other.headers()) == (b"", None, 0, there)
-    # Never early; how late is for a benchmark to say.
+    # A benchmark measures how late records are.
     assert second.timestamp()[1] >= begin_ms + 600 and first.timestamp()[1] >= begin_ms + 300
     assert place.read(place.dead) == []
     assert bridge.end() == 0
@@ -191,17 +191,16 @@ def test_a_record_cancels_pending_records_with_its_key(place: Place) -> None:
         [
             {"value": b"c", "key": b"k3", "headers": soon},
             {"key": b"k 2", "headers": cancel},
-            {"key": b"k3", "headers": cancel},  # of a record that may come with it
-            {"value": b"d", "key": b"k3", "headers": late},  # behind the cancel
+            {"key": b"k3", "headers": cancel},  # the bridge may read it together with the record
+            {"value": b"d", "key": b"k3", "headers": late},  # a record after the cancel is not cancelled
         ]
     )
     bridge.wait_line(event="status", taken=6)
     bridge.wait_line(event="status", delivered=2)
     assert values(place.read(place.out)) == {"a": 1, "d": 1}
     with place.timeball.client() as ball:
-        assert (
-            ball.cancel(key=f"{place.own}/k1")[0].verdict == "released"
-        )  # the same name for Timeball's clients
+        # Clients of Timeball name the record by the same key.
+        assert ball.cancel(key=f"{place.own}/k1")[0].verdict == "released"
     assert bridge.end() == 0 and bridge.lines[-1]["cancelled"] == 2
 
 
@@ -213,7 +212,7 @@ def test_a_record_that_cannot_be_delivered_is_a_dead_letter(place: Place) -> Non
         (b"far", [("at", b"9999-12-31T00:00:00Z")]),
         (b"nowhere", [("after", b"1s"), ("deliver-to", b"no.such.topic")]),
         (b"x" * 5_000_000, [("after", b"1s")]),
-        (b"y" * 30_000, [("after", b"1ms")]),  # Timeball takes it, and the topic of --out does not
+        (b"y" * 30_000, [("after", b"1ms")]),  # Timeball accepts it, and the topic of --out refuses it
         (b"headers", [("after", b"1s"), ("h", b"z" * 40_000)]),
     ]
     place.produce([{"value": value, "key": b"k", "headers": headers} for value, headers in wrong[:4]])
@@ -225,10 +224,10 @@ def test_a_record_that_cannot_be_delivered_is_a_dead_letter(place: Place) -> Non
     place.bridge()
     dead = place.wait_for(place.dead, len(wrong))
     assert len(dead) == len(wrong)
-    said = {}
+    found = {}
     for message in dead:
         headers = dict(message.headers())
-        said[int(headers["timeball-offset"])] = headers["timeball-reason"].decode(), message.value()
+        found[int(headers["timeball-offset"])] = headers["timeball-reason"].decode(), message.value()
     reasons = [
         "there are 0",
         "units",
@@ -239,12 +238,12 @@ def test_a_record_that_cannot_be_delivered_is_a_dead_letter(place: Place) -> Non
         "key and headers",
     ]
     for at, reason in enumerate(reasons):
-        assert reason in said[at][0], said[at][0]
-        assert said[at][1] == (b"" if at == 4 else wrong[at][0])
+        assert reason in found[at][0], found[at][0]
+        assert found[at][1] == (b"" if at == 4 else wrong[at][0])
     assert values(place.wait_for(place.out, 1)) == {"good": 1}
 
 
-def test_without_the_topic_of_dead_letters_they_are_filed_and_nothing_waits(place: Place) -> None:
+def test_without_their_topic_dead_letters_are_written_to_the_local_file(place: Place) -> None:
     place.make(partitions=1)
     bridge = place.bridge()
     place.produce([{"value": b"first", "headers": [("after", b"1ms")]}])
@@ -265,8 +264,8 @@ def text(number: int) -> bytes:
     return f"{number}".encode()
 
 
-def test_poison_among_ten_thousand_records_delays_none_of_the_others(place: Place) -> None:
-    """Seven kinds of records that cannot be delivered: each is a dead letter, the others are delivered once."""
+def test_undeliverable_records_delay_none_of_ten_thousand_others(place: Place) -> None:
+    """There are seven kinds of undeliverable records. Each becomes a dead letter, and the others are delivered once."""
     place.make(partitions=3, max_message_bytes=f"{SMALL}")
     closed, gone, positions = f"{place.name}.closed", f"{place.name}.gone", f"timeball.{place.own}.position"
     place.kafka.make(closed, gone)
@@ -278,16 +277,14 @@ def test_poison_among_ten_thousand_records_delays_none_of_the_others(place: Plac
         (b"nowhere", [soon, ("deliver-to", b"no.such.topic")]),
         (b"closed", [soon, ("deliver-to", closed.encode())]),
         (b"positions", [soon, ("deliver-to", positions.encode())]),
-        (b"z" * 3 * SMALL, [soon]),  # compressed it passes any limit, and the bridge does not compress
-        (
-            b"deleted",
-            [("after", b"9h"), ("deliver-to", gone.encode())],
-        ),  # moved to now once its topic is gone
+        (b"z" * 3 * SMALL, [soon]),  # small enough when compressed, but the bridge does not compress
+        # Its topic is deleted before it is rescheduled to now.
+        (b"deleted", [("after", b"9h"), ("deliver-to", gone.encode())]),
     ]
     count, chance = 10_000, random.Random(7)
     at = dict(zip(sorted(chance.sample(range(count), 7 * 3)), poison * 3, strict=True))
     producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})
-    due_ms = now_ms() + 15_000  # the bridge has taken all of them by then
+    due_ms = now_ms() + 15_000  # later than the bridge takes to read all of them
     for number in range(count):
         if number in at:
             value, headers = at[number]
@@ -314,12 +311,12 @@ def test_poison_among_ten_thousand_records_delays_none_of_the_others(place: Plac
     assert bridge.end() == 0 and bridge.lines[-1]["filed"] == 0
     late_ms = sorted(m.timestamp()[1] - int(dict(m.headers())["at"]) for m in place.read(place.out))
     assert late_ms[0] >= 0, "early"
-    print(f"{len(at)} poison among {count} records; the others late p50 {late_ms[len(late_ms) // 2]} ms, "
+    print(f"{len(at)} undeliverable of {count} records; the others late p50 {late_ms[len(late_ms) // 2]} ms, "
           f"p99 {late_ms[len(late_ms) * 99 // 100]} ms, most {late_ms[-1]} ms")  # fmt: skip
 
 
-def test_a_refusal_that_kafka_does_not_foretell_is_found_by_halves(place: Place) -> None:
-    """A bridge that may not ask for a topic's limit tries its records. It refuses the large ones, and no others."""
+def test_records_that_kafka_refuses_are_found_without_the_limit_of_the_topic(place: Place) -> None:
+    """The bridge may not read the limit of the topic. It sends halves of a refused batch until the large are found."""
     place.make(partitions=3, max_message_bytes=f"{SMALL}")
     place.kafka.forbid(place.out, AclOperation.DESCRIBE_CONFIGS)
     producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})
@@ -339,7 +336,10 @@ def test_a_refusal_that_kafka_does_not_foretell_is_found_by_halves(place: Place)
 
 
 def test_a_dead_letter_that_is_refused_is_in_the_local_file(place: Place) -> None:
-    """A dead letter topic with the limit of --out takes the dead letter without its value; one that is closed, none."""
+    """The dead letter topic has the limit of --out, so that it takes these dead letters only without their values.
+
+    Later it refuses all dead letters.
+    """
     place.make(partitions=1, max_message_bytes=f"{SMALL}")
     place.kafka.make(place.dead, max_message_bytes=f"{SMALL}")
     producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "compression.type": "zstd"})
@@ -364,14 +364,14 @@ def test_a_dead_letter_that_is_refused_is_in_the_local_file(place: Place) -> Non
         (0, b"z" * 3 * SMALL, b"k"), (2, b"z" * 3 * SMALL, b"k"), (4, b"no header", b"key"),
     ]  # fmt: skip
     assert lines[0].headers == [("after", b"1ms"), ("h", b"\xff")] and lines[0].to == place.out
-    # The next bridge goes on behind them.
+    # The next bridge continues after these records.
     place.produce([{"value": b"3", "headers": [("after", b"1ms")]}])
     place.bridge()
     assert values(place.wait_for(place.out, 4))["3"] == 1
 
 
-def test_nothing_is_behind_an_aborted_transaction(place: Place) -> None:
-    """Its records and the marks of its end have offsets, and no reader of committed records gets them."""
+def test_records_of_an_aborted_transaction_are_not_counted_as_behind(place: Place) -> None:
+    """Aborted records and the marks of a transaction have offsets, but a reader of committed records gets none."""
     place.make(partitions=1)
     producer = Producer({"bootstrap.servers": place.kafka.bootstrap, "transactional.id": place.name})
     producer.init_transactions(BOUND_S)
@@ -382,7 +382,7 @@ def test_nothing_is_behind_an_aborted_transaction(place: Place) -> None:
         producer.commit_transaction(BOUND_S) if is_kept else producer.abort_transaction(BOUND_S)
     bridge = place.bridge()
     bridge.wait_line(event="status", delivered=1)
-    # The count is renewed once a second: the last of so many lines was written behind that.
+    # The count is updated once a second, so that thirty lines contain an updated one.
     eventually(lambda: sum(line.get("delivered") == 1 for line in bridge.lines) > 30, "thirty more lines")
     assert bridge.end() == 0 and bridge.lines[-1]["behind"] == 0
 
@@ -391,6 +391,7 @@ def test_nothing_is_behind_an_aborted_transaction(place: Place) -> None:
 
 
 def batch(count: int, first: int = 0, within_ms: int = 400) -> list[dict[str, Any]]:
+    """Return `count` records with numbers from `first` on as values, and random delays below `within_ms`."""
     chance = random.Random(first)
     return [
         {
@@ -403,25 +404,24 @@ def batch(count: int, first: int = 0, within_ms: int = 400) -> list[dict[str, An
 
 
 def is_once(place: Place, count: int, *, less: int = 0) -> None:
-    """Assert that all but `less` of the first `count` numbers are there, and none twice."""
+    """Assert that `count - less` of the first `count` numbers are delivered, each once, and no dead letters."""
     found = values(place.wait_for(place.out, count - less))
-    twice = {number: times for number, times in found.items() if times > 1}
-    assert not twice, f"{len(twice)} records are there more than once: {sorted(twice)[:5]}"
-    wanted = {f"{number}" for number in range(count)}
-    assert found.keys() <= wanted and len(found) == count - less
+    doubled = [number for number, times in found.items() if times > 1]
+    assert not doubled, f"{len(doubled)} records are there more than once: {sorted(doubled)[:5]}"
+    expected = {f"{number}" for number in range(count)}
+    assert found.keys() <= expected and len(found) == count - less
     assert place.read(place.dead) == []
 
 
 @pytest.mark.siege
 @pytest.mark.parametrize("step", STEPS)
-def test_killed_at_any_step_it_delivers_each_record_once(place: Place, step: str) -> None:
+def test_each_record_is_delivered_once_when_the_bridge_is_killed_at_a_step(place: Place, step: str) -> None:
     place.make()
     place.produce(batch(300))
     place.produce([{"key": b"none", "headers": [("cancel", b"")]}])
-    # The first batch and the first transaction say where both ways begin, and hold no records.
-    killed = place.killed_bridge(
-        step, 2 if killed_bridge.STEPS[step][1] in ("_commit", "send", "submit") else 1
-    )
+    # The first batch and the first transaction only store the first positions, without records.
+    times = 2 if killed_bridge.STEPS[step][1] in ("_commit", "send", "submit") else 1
+    killed = place.killed_bridge(step, times)
     assert killed.wait_end() == -signal.SIGKILL
     place.bridge()
     place.produce(batch(100, 300))
@@ -429,7 +429,7 @@ def test_killed_at_any_step_it_delivers_each_record_once(place: Place, step: str
 
 
 def test_a_position_outside_of_the_transaction_is_noticed(place: Place) -> None:
-    """The negative control: killed between the records and the position, such a bridge delivers them twice."""
+    """The negative control: this bridge is killed after the records and before the position, and delivers twice."""
     place.make()
     place.produce(batch(200))
     killed = place.killed_bridge(killed_bridge.OUTSIDE, 1)
@@ -440,14 +440,14 @@ def test_a_position_outside_of_the_transaction_is_noticed(place: Place) -> None:
 
 
 @pytest.mark.siege
-def test_bridge_timeball_and_kafka_are_killed_and_each_record_is_there_once(place: Place) -> None:
+def test_each_record_is_delivered_once_when_bridge_timeball_and_kafka_are_killed(place: Place) -> None:
     place.make()
     bridge, sent = place.bridge(), 0
     victims = ["bridge", "kafka", "timeball", "bridge", "kafka and bridge"]
     for number in range(KILLS):
         place.produce(batch(1_000, sent, within_ms=1_500))
         sent += 1_000
-        time.sleep(random.Random(number).uniform(0.05, 0.8))  # at any moment: a kill is at none in particular
+        time.sleep(random.Random(number).uniform(0.05, 0.8))
         victim = victims[number % len(victims)]
         if "kafka" in victim:
             place.kafka.kill()
@@ -465,7 +465,7 @@ def test_bridge_timeball_and_kafka_are_killed_and_each_record_is_there_once(plac
     assert bridge.end() == 0
 
 
-def test_a_second_bridge_of_the_name_takes_over(place: Place) -> None:
+def test_a_second_bridge_with_the_same_name_takes_over(place: Place) -> None:
     place.make()
     first = place.bridge()
     place.produce(batch(200))

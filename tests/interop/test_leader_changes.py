@@ -103,7 +103,7 @@ def change_leader(cluster: Cluster) -> None:
     cluster.wait("three nodes are registered", lambda: len(cluster.ask("nodes")) == 3)  # type: ignore[arg-type]
 
 
-def test_nothing_is_lost_over_many_leaders(tmp_path: Path) -> None:
+def test_no_message_is_lost_over_many_leader_changes(tmp_path: Path) -> None:
     need_etcd()
     commands = {which: command(which) for which in (JAVA4, JAVA5, *GRPC)}
     with running_cluster(tmp_path) as cluster:

@@ -67,14 +67,14 @@ def errors(folder: Path, **settings: Any) -> list[str]:
     ]
 
 
-def test_examples_and_programs_of_pages(tmp_path: Path) -> None:
+def test_examples_and_programs_of_pages_have_right_types(tmp_path: Path) -> None:
     assert write_programs(tmp_path) >= 25
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     # Celery's decorators have no types, and RocketMQ's client is not installed.
     assert errors(tmp_path, exclude=["celery", "examples/rocketmq_grpc.py"]) == []
 
 
-def test_a_program_that_uses_the_client_in_strict_mode(tmp_path: Path) -> None:
+def test_a_program_that_uses_the_client_has_right_types_in_strict_mode(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(STRICT)
     assert errors(tmp_path, typeCheckingMode="strict") == []
 

@@ -1,4 +1,4 @@
-"""Request and reply: a producer waits for a consumer's answer."""
+"""Requests with replies: a producer sends a message, and waits for the reply of a consumer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.interop
 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
-def test_a_request_is_replied_to(client: Driver, broker: StockBroker, name: str) -> None:
+def test_the_producer_of_a_request_receives_the_reply(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     client.call("producer", name=f"{name}-replier", group=f"{name}-repliers")
     consumer = talk.listen(reply_by=f"{name}-replier")
@@ -19,12 +19,12 @@ def test_a_request_is_replied_to(client: Driver, broker: StockBroker, name: str)
         reply = talk.call("request", topic=talk.topic, body=f"question {number}", timeout_ms=20_000)
         assert reply["body"] == f"question {number}!"
         assert reply["topic"] == "DefaultCluster_REPLY_TOPIC"
-    asked = client.wait_deliveries(consumer, 3, done=True)
-    assert {message["properties"]["CLUSTER"] for message in asked} == {"DefaultCluster"}
+    requests = client.wait_deliveries(consumer, 3, done=True)
+    assert {message["properties"]["CLUSTER"] for message in requests} == {"DefaultCluster"}
 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
-def test_a_request_that_nobody_replies_to(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_request_without_a_reply_times_out(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     with pytest.raises(ClientError, match=r"[Tt]imeout"):
-        talk.call("request", topic=talk.topic, body="anybody?", timeout_ms=200)
+        talk.call("request", topic=talk.topic, body="question", timeout_ms=200)

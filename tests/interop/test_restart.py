@@ -1,4 +1,4 @@
-"""Kill -9 of the broker: the clients find it again, and no acknowledged message is lost."""
+"""A kill of the broker: the remoting clients reconnect, and no acknowledged message is lost."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ MESSAGES = 10
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
-    """All clients at once, each with its own broker: most of the time they wait for a killed process."""
+    """Start the scenario for all clients, each with its own broker. They run at once, because they mostly wait."""
     with ThreadPoolExecutor() as pool:
         yield {
-            which: pool.submit(nothing_is_lost, which, tmp_path_factory.mktemp(which)) for which in CLIENTS
+            which: pool.submit(kill_the_broker, which, tmp_path_factory.mktemp(which)) for which in CLIENTS
         }
 
 
 @pytest.mark.parametrize("which", CLIENTS)
-def test_nothing_is_lost(which: str, outcomes: dict[str, Future[None]]) -> None:
+def test_no_acknowledged_message_is_lost_after_a_kill(which: str, outcomes: dict[str, Future[None]]) -> None:
     outcomes[which].result()
 
 
-def nothing_is_lost(which: str, folder: Path) -> None:
+def kill_the_broker(which: str, folder: Path) -> None:
+    """Send messages, kill and restart the broker, and send more. All of them must be consumed, none too early."""
     with stock_broker(folder / "data") as broker:
         with driving(command(which), broker.name_server, folder / "home") as client:
             talk = Conversation(client, broker, "restarted", queues=2)
             consumer = talk.listen(fail=1)
             kinds = {"now": {}, "level": {"level": 5}, "timer": timer(which, broker.now_ms() + 5_000)}
             sent = {
-                f"{kind} {n}": talk.send(f"{kind} {n}", **how)
-                for kind, how in kinds.items()
+                f"{kind} {n}": talk.send(f"{kind} {n}", **options)
+                for kind, options in kinds.items()
                 for n in range(MESSAGES)
             }
             client.wait_deliveries(consumer, MESSAGES, done=False)
             broker.kill()
             broker.start()
-            sent |= {f"after {n}": send_again(talk, f"after {n}") for n in range(MESSAGES)}
+            sent |= {f"after {n}": send_until_connected(talk, f"after {n}") for n in range(MESSAGES)}
 
             def consumed() -> set[str]:
                 return {message["body"] for message in client.deliveries(consumer, done=True)}
 
             def lost() -> str:
-                tries = Counter(message["body"] for message in client.deliveries(consumer))
-                return (
-                    f"lost: {', '.join(f'{body} ({tries[body]} tries)' for body in set(sent) - consumed())}"
-                )
+                counts = Counter(message["body"] for message in client.deliveries(consumer))
+                missing = set(sent) - consumed()
+                return f"lost: {', '.join(f'{body} ({counts[body]} deliveries)' for body in missing)}"
 
             client.wait_until(lambda: consumed() >= set(sent), lost)
             for message in client.deliveries(consumer):
@@ -68,8 +68,8 @@ def timer(which: str, due_ms: int) -> dict[str, object]:
     return {"timer": "__STARTDELIVERTIME" if which == ALI_ONS else "TIMER_DELIVER_MS", "timer_value": due_ms}
 
 
-def send_again(talk: Conversation, body: str) -> object:
-    """As an application would: once more when the connection was gone."""
+def send_until_connected(talk: Conversation, body: str) -> object:
+    """Send a message, and repeat the send if it fails. The client reconnects after the restart of the broker."""
     for _ in range(20):
         try:
             return talk.send(body)

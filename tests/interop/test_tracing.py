@@ -17,19 +17,19 @@ TRACES = "RMQ_SYS_TRACE_TOPIC"
 TRIES = 5
 
 
-def traced(mqadmin: AdminTool, broker: StockBroker, message_id: str) -> str | None:
-    """Print the trace of a message with RocketMQ's tool. None: it has none.
+def print_trace(mqadmin: AdminTool, broker: StockBroker, message_id: str) -> str | None:
+    """Return the output of RocketMQ's tool for the trace of a message, None if there is no trace.
 
-    The tool gives a request some hundred milliseconds, in which a busy machine may not have loaded its classes. The
-    next try finds them loaded, so a broker that answers needs few. The last failure is the test's.
+    The tool waits some hundred milliseconds for an answer. On a busy machine it may need them to load its classes, and
+    is called again.
     """
-    for left in reversed(range(TRIES)):
+    for remaining in reversed(range(TRIES)):
         try:
             return mqadmin(broker, "queryMsgTraceById", "-i", message_id)
         except AssertionError as error:  # the tool fails when it finds nothing
             if "no message" in str(error):
                 return None
-            if "RemotingTimeoutException" not in str(error) or not left:
+            if "RemotingTimeoutException" not in str(error) or not remaining:
                 raise
     raise AssertionError("unreachable")
 
@@ -42,25 +42,25 @@ def test_a_message_is_traced_from_its_producer_to_its_consumer(
     consumer = talk.listen(trace=True)
     sent = talk.send("traced", keys="order-17")
     client.wait_deliveries(consumer, 1)
-    wanted = {f"{name}-producer", talk.group}
+    expected = {f"{name}-producer", talk.group}
 
     def groups(text: str) -> set[str]:
-        """The groups of this test that a text names."""
+        """Return the groups of this test that a text names."""
         return set(re.findall(rf"{name}-(?:producer|group)", text))
 
-    def written() -> set[str]:
-        """The groups whose traces of the message are in the broker: clients write them when they have time."""
+    def traced_groups() -> set[str]:
+        """Return the groups whose traces of the message are in the broker. Clients send them with a delay."""
         return {
             group for trace in broker.bodies(TRACES) if sent["message_id"] in trace for group in groups(trace)
         }
 
-    eventually(lambda: written() == wanted, "producer and consumer have written what they did")
-    assert groups(traced(mqadmin, broker, sent["message_id"]) or "") == wanted
+    eventually(lambda: traced_groups() == expected, "producer and consumer have sent their traces")
+    assert groups(print_trace(mqadmin, broker, sent["message_id"]) or "") == expected
 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
-def test_a_producer_that_does_not_trace_writes_no_trace(
+def test_a_producer_without_tracing_sends_no_trace(
     client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool
 ) -> None:
     sent = Conversation(client, broker, name).send("not traced")
-    assert traced(mqadmin, broker, sent["message_id"]) is None
+    assert print_trace(mqadmin, broker, sent["message_id"]) is None

@@ -1,4 +1,4 @@
-"""Transactions: committed at once, rolled back, or asked about."""
+"""Transactions of Java clients: committed, rolled back, or open until the broker checks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMIT, ROLLBACK, UNKNOWN = "COMMIT_MESSAGE", "ROLLBACK_MESSAGE", "UNKNOW"
 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
-def test_commit_and_rollback(client: Driver, broker: StockBroker, name: str) -> None:
+def test_only_committed_messages_are_delivered(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name, transactions=True)
     consumer = talk.listen()
     for number in range(4):
@@ -27,31 +27,28 @@ def test_commit_and_rollback(client: Driver, broker: StockBroker, name: str) -> 
         )
         assert sent["status"] == "SEND_OK"
     talk.send("end", level=1)
-    got = by_body(client.wait_deliveries(consumer, 3))
-    assert set(got) == {f"{COMMIT} 0", f"{COMMIT} 2", "end"}
-    assert got[f"{COMMIT} 0"]["tag"] == "t"
+    received = by_body(client.wait_deliveries(consumer, 3))
+    assert set(received) == {f"{COMMIT} 0", f"{COMMIT} 2", "end"}
+    assert received[f"{COMMIT} 0"]["tag"] == "t"
 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
-def test_the_broker_asks(client: Driver, broker: StockBroker, name: str) -> None:
-    """Shorten the wait for this message's check, by RocketMQ's own property CHECK_IMMUNITY_TIME_IN_SECONDS."""
+def test_the_broker_checks_an_open_transaction(client: Driver, broker: StockBroker, name: str) -> None:
+    """RocketMQ's property CHECK_IMMUNITY_TIME_IN_SECONDS lets the broker check these messages after a second."""
     talk = Conversation(client, broker, name, transactions=True)
     consumer = talk.listen()
     for state in (COMMIT, ROLLBACK):
-        patience = {"CHECK_IMMUNITY_TIME_IN_SECONDS": 1}
-        talk.call(
-            "send_transaction", topic=talk.topic, body=f"asked: {state}",
-            properties={"local": UNKNOWN, "check": state, **patience},
-        )  # fmt: skip
-    asked = client.wait_checks(2)
-    assert {m["body"] for m in asked} >= {f"asked: {COMMIT}", f"asked: {ROLLBACK}"}
+        properties = {"local": UNKNOWN, "check": state, "CHECK_IMMUNITY_TIME_IN_SECONDS": 1}
+        talk.call("send_transaction", topic=talk.topic, body=f"checked: {state}", properties=properties)
+    checked = client.wait_checks(2)
+    assert {m["body"] for m in checked} >= {f"checked: {COMMIT}", f"checked: {ROLLBACK}"}
     talk.send("end", level=2)
-    got = by_body(client.wait_deliveries(consumer, 2))
-    assert set(got) == {f"asked: {COMMIT}", "end"}
+    received = by_body(client.wait_deliveries(consumer, 2))
+    assert set(received) == {f"checked: {COMMIT}", "end"}
 
 
 @pytest.mark.parametrize("client", JAVA, indirect=True)
-def test_nothing_is_seen_before_the_commit(client: Driver, broker: StockBroker, name: str) -> None:
+def test_an_open_half_message_is_not_delivered(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name, transactions=True)
     consumer = talk.listen()
     talk.call("send_transaction", topic=talk.topic, body="open", properties={"local": UNKNOWN})

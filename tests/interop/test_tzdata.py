@@ -88,13 +88,13 @@ def test_local_times_of_all_zones_follow_an_update(tmp_path: Path, packages: Pat
     assert sum(each.schedules for each in shown.update.moved) == len(moved_schedules)
     vancouver = f"{CHANGED}_{LOCALS[0]}"
     assert reported[CHANGED, before[vancouver], after[vancouver]].messages == 1
-    # Another start with the same version has nothing to move.
+    # After another start with the same version, nothing is moved.
     with broker_with(data) as endpoint, Timeball(endpoint) as ball:
         assert (due_times(endpoint), ball.schedules.zones()) == (after, shown)
 
 
 @pytest.mark.xdist_group("etcd")
-def test_the_leader_of_a_cluster_decides(
+def test_the_tzdata_of_the_leader_applies_to_the_whole_cluster(
     tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_etcd()

@@ -60,7 +60,7 @@ def test_ctrl_c_ends_all_it_has_started(tmp_path: Path) -> None:
     assert processes_in(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
-def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_small_comparison_runs_and_leaves_no_process(tmp_path: Path) -> None:
     command("versus")
     page = tmp_path / "versus.md"
     words = ["--small", "--rounds", "1", "--rows", "batch,pull", "--json", "--page", str(page)]
