@@ -37,7 +37,7 @@ def fill_segment(node: RunningNode) -> None:
     assert node.broker.log.reader.segments.last.ordinal > ordinal
 
 
-def let_go(node: RunningNode) -> int:
+def apply_retention(node: RunningNode) -> int:
     """All segments but the newest, as retention lets them go; the first row that is kept."""
 
     async def remove() -> int:

@@ -53,7 +53,7 @@ from timeball.model.errors import (
     TimeballError,
     Unauthorized,
     Unavailable,
-    missing_text,
+    not_installed_text,
 )
 
 if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` supplies these names
@@ -191,7 +191,7 @@ class _MissingPackages:
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None, /) -> None:
         """Raise ModuleNotFoundError for a package of `timeball-broker`."""
         if name in _EXTRAS:
-            raise ModuleNotFoundError(missing_text(name, _EXTRAS[name]), name=name)
+            raise ModuleNotFoundError(not_installed_text(name, _EXTRAS[name]), name=name)
 
 
 sys.meta_path.append(_MissingPackages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from timeball.model.errors import missing_text
+from timeball.model.errors import not_installed_text
 
 NEEDED = ("timeball.cli", "typer", "rich", "pyarrow", "numpy")  # of the extra `cli`
 SETUP = 4  # the exit code of errors of the set-up (cli/output.py, which needs these packages)
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name not in NEEDED:
             raise
-        print(f"timeball: {missing_text(error.name, 'cli')}", file=sys.stderr)
+        print(f"timeball: {not_installed_text(error.name, 'cli')}", file=sys.stderr)
         raise SystemExit(SETUP) from None
     run(arguments)
 

@@ -292,7 +292,7 @@ class Model:
         """The periodic duties: counts, a checkpoint, and retention."""
         await self.world.broker.selections.count()
         await self.world.checkpoint()
-        await self.world.let_go()
+        await self.world.apply_retention()
         assert self.world.broker.pending_messages == len(self.listed())
 
     # -- what the broker must tell -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ async def apply_retention(world: World, after_ms: int = 2 * HOUR_MS) -> None:
     await world.broker.consuming.saver.saved()
     world.clock.advance(after_ms)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
 
 
 async def crash_and_start(world: World, *, keeps_caches: bool = True) -> None:

@@ -99,7 +99,7 @@ async def test_old_segments_are_removed_although_one_of_their_messages_is_pendin
         await fill_a_segment(world)
         await move_on(world, 1)
         await world.checkpoint()
-        await world.let_go()
+        await world.apply_retention()
     reader = world.broker.log.reader
     assert reader.first_seq > seq, "nothing was let go"
     assert world.broker.status()["watermark"] >= reader.first_seq
@@ -122,14 +122,14 @@ async def test_retention_keeps_the_segments_of_pending_messages(world: World, sc
     await fill_a_segment(world)
     await world.advance(SECOND_MS)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq == 1
     await world.advance(40 * SECOND_MS)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     await world.advance(MINUTE_MS)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > 1
 
 
@@ -150,7 +150,7 @@ async def test_retention_removes_rows_of_cancelled_and_rescheduled_messages_of_a
     await fill_a_segment(world)
     await world.advance(SECOND_MS)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     reader = world.broker.log.reader
     assert reader.first_seq > 1, "the first segment has gone"
     rows = world.broker.read_log(reader.first_seq, reader.next_seq, [Kind.SCHEDULED])

@@ -228,11 +228,11 @@ async def test_retention_keeps_the_rows_of_pending_level_messages(world: World) 
         await world.send("others", [None], 500_000)
     await world.checkpoint()
     world.clock.advance(SECOND_MS)
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq == 1
     await world.advance(60 * SECOND_MS)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > 1
     assert world.broker.queues(SCHEDULE_TOPIC)[4] == (1, 1)
     await world.restart()

@@ -264,10 +264,10 @@ async def fill_segments(world: World, rows: int = 24) -> None:
 async def test_segments_are_removed_only_after_the_retention(world: World) -> None:
     await fill_segments(world)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq == 1
     world.clock.advance(HOUR_MS)
-    await world.let_go()
+    await world.apply_retention()
     first_seq = world.broker.log.reader.first_seq
     assert first_seq == 26, "the newest segment too, since it is old"
     for low, high in world.broker.queues("filler").values():
@@ -286,7 +286,7 @@ async def test_a_log_smaller_than_a_segment_is_removed_by_age(world: World) -> N
         await world.advance(MINUTE_MS)
         await world.consume()
         await world.checkpoint()
-        await world.let_go()
+        await world.apply_retention()
         reader = world.broker.log.reader
         kept.append(reader.next_seq - reader.first_seq)
         if minute % 20 == 10:
@@ -308,13 +308,13 @@ async def test_an_unused_log_is_removed_by_age(world: World) -> None:
     await world.checkpoint()
     world.clock.advance(HOUR_MS)
     for _ in range(3):
-        await world.let_go()
+        await world.apply_retention()
         world.clock.advance(HOUR_MS)
     rows = world.broker.log.reader.next_seq
     assert (await world.outcome()).rows == [] and world.broker.log.reader.first_seq > 10
     # Then all is done: no snapshot follows another.
     for _ in range(3):
-        await world.let_go()
+        await world.apply_retention()
         world.clock.advance(HOUR_MS)
     assert world.broker.log.reader.next_seq == rows
 
@@ -339,7 +339,7 @@ async def test_a_clock_that_was_ahead_for_two_seconds_does_not_stop_retention(
         if hour == 1:
             await world.restart()
         await world.checkpoint()
-        await world.let_go()
+        await world.apply_retention()
         world.clock.advance(HOUR_MS)
     assert world.broker.log.reader.first_seq > wrong_seq
 
@@ -374,7 +374,7 @@ async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
             await asyncio.sleep(0)
 
     looking = asyncio.create_task(look())
-    await world.let_go()
+    await world.apply_retention()
     await looking
     assert max(np.diff(hidden_counts)) <= GROUPS_AT_ONCE
     assert world.broker.log.reader.first_seq > queue_count
@@ -385,7 +385,7 @@ async def test_a_pending_message_in_a_short_tail_does_not_keep_old_segments(worl
     """Its tail is too small for a compaction. It is moved because it prevents the removal of segments."""
     key = (await world.send("a", [DAY_MS]))[0]
     await fill_segments(world)
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > 1
     after_cut = await start_after_cut(world)
     await after_cut.advance(DAY_MS)
@@ -401,10 +401,10 @@ async def test_data_files_with_only_settled_messages_are_removed_from_the_table(
             await world.send("a", [minutes * 60 * SECOND_MS] * 3)
             await world.compact()
         await world.advance(60 * SECOND_MS)
-        await world.let_go()
+        await world.apply_retention()
         assert world.broker.status()["schedule"]["table_files"] == 3
         await world.advance(2 * 60 * SECOND_MS)
-        await world.let_go()
+        await world.apply_retention()
     status: dict[str, Any] = world.broker.status()["schedule"]
     assert (status["table_files"], status["table_rows"]) == (1, 3)
     await world.broker.send(batch(1))

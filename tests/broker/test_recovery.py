@@ -138,7 +138,7 @@ async def test_a_lost_delta_log_is_rebuilt_although_retention_has_removed_its_ro
         await world.compact()
     await world.consume()
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > world.broker.attach_state.attach_seq - 12 > 1
     await world.stop()
     remove(world.files, DELTA_LOG)
@@ -182,7 +182,7 @@ async def test_a_start_from_a_snapshot_knows_the_settled_messages_of_removed_row
     await world.consume()  # before it is let go
     await world.compact()
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > 1
     await world.stop()
     expected = await state(world, copy_of_files(world))

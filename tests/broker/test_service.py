@@ -90,7 +90,7 @@ async def test_concurrent_sends_are_in_the_log_in_the_order_of_the_calls(world: 
         st.one_of(
             st.lists(st.none() | st.integers(-5, 25) | st.integers(0, 2 * HOUR_MS), min_size=1, max_size=6),
             st.integers(1, HOUR_MS),
-            st.sampled_from(["compact", "checkpoint", "restart", "consume", "merge", "let_go"]),
+            st.sampled_from(["compact", "checkpoint", "restart", "consume", "merge", "apply_retention"]),
         ),
         max_size=12,
     )

@@ -534,14 +534,14 @@ async def test_retention_keeps_the_row_of_a_half_message_until_it_has_ended(worl
     world.clock.advance(2 * HOUR_MS)
     await world.broker.send(batch(1))
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq == 1
     after_cut = await start_after_cut(world)
     assert after_cut.broker.transactions.open() == [(seq, 0)]
     await after_cut.stop()
     assert await commit(world, seq) is Outcome.COMMITTED
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > seq
     assert await commit(world, seq) is Outcome.NOT_FOUND
 

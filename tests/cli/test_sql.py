@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.cli.in_process import run_here
 from tests.node_fixture import RunningNode, running_node
-from tests.written_again import fill_segment, let_go, write_again
+from tests.written_again import apply_retention, fill_segment, write_again
 
 from timeball.cli.output import ExitCode
 from timeball.cli.sql import BARS_MAX, BarWidth, PendingCounts, count_waiting, lines, plain
@@ -178,7 +178,7 @@ def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (8, 0)
         fill_segment(node)
         write_again(node, 2, 4, 5, 6, 7, 8)
-        assert let_go(node) > 10
+        assert apply_retention(node) > 10
         # The control: the eighth and the tenth were not written again.
         found = count_waiting(node.endpoint)
         assert (found.tail_rows, sum(found.hours.values())) == (6, 6)

@@ -102,12 +102,12 @@ class Client(World):
                 if verdicts and verdicts[-1] == "not_found":
                     verdicts.pop()
 
-    async def let_go(self) -> None:
+    async def apply_retention(self) -> None:
         """Apply retention. Removed rows count as seen. A broker has one such duty, so one runs at a time."""
         if self._machine.letting_go is not self.node:
             self._machine.letting_go = self.node
             await self.consume()
-            await super().let_go()
+            await super().apply_retention()
             self._machine.letting_go = None
 
     def fresh_keys(self, count: int) -> list[str]:
@@ -236,7 +236,7 @@ class Simulation:
             (1, client.save_offsets),
             (0.7, client.checkpoint),
             (0.5, client.compact),
-            (2, client.let_go),
+            (2, client.apply_retention),
         ]  # fmt: skip
         self.give(machine, *random.choices([verb for _, verb in verbs], [weight for weight, _ in verbs]))
 

@@ -78,7 +78,7 @@ DISPATCH: list[Step] = [
     bring(1),
     lambda w: w.consume(),
     lambda w: w.merge(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.checkpoint(),
 ]
 

@@ -111,7 +111,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     halves = [await prepare(world, topic=["half"]), await prepare(world, topic=["half"], unique_key=["B0"])]
     await world.reschedule([far[1]], 90 * MINUTE_MS)
     await world.save_offsets()
-    await world.let_go()
+    await world.apply_retention()
     tail = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 50 * MINUTE_MS])
     await world.send_levels("b", [4, 10])
     await world.send("a", [None] * 4)

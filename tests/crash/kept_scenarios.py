@@ -51,20 +51,20 @@ KEPT: list[Step] = [
     lambda w: w.advance(25 * SECOND_MS),
     cancel_some(12, 16, 5),
     lambda w: w.advance(10 * SECOND_MS),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.restart(),
     lambda w: w.advance(20 * SECOND_MS),
     lambda w: w.send("b", [None] * 8 + [70 * SECOND_MS], 100_000),  # k24 to k32
     lambda w: w.consume(),
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.advance(2 * MINUTE_MS),
     lambda w: w.consume(),
     cancel_some(4, 32),
     lambda w: w.restart(),
     lambda w: w.advance(HOUR_MS),
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
 ]
 
 # Each strategy takes over from each, with scheduled messages waiting, moved, late and in the table.
@@ -84,7 +84,7 @@ CHANGE: list[Step] = [
     lambda w: w.advance(20 * SECOND_MS),
     lambda w: w.send("a", [15 * SECOND_MS, 4 * MINUTE_MS]),  # k13, k14
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     cancel_some(12),
     lambda w: w.advance(50 * SECOND_MS),
     change_to("hour_log"),
@@ -97,7 +97,7 @@ CHANGE: list[Step] = [
     lambda w: w.advance(MINUTE_MS),
     change_to("timer_wheel"),
     lambda w: w.advance(HOUR_MS),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
 ]
 
 SCENARIOS: dict[str, list[Step]] = {"wheel": KEPT, "cascade": KEPT, "change": CHANGE}

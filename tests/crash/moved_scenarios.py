@@ -45,7 +45,7 @@ MOVES: list[Step] = [
     lambda w: w.advance(FAR_MS),
     move_some(SECOND_MS, 7),
     lambda w: w.consume(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     cancel_some(9),
     lambda w: w.stop(),
 ]
@@ -67,7 +67,7 @@ KEPT: list[Step] = [
     move_some(2 * MINUTE_MS, 5, 7),
     lambda w: w.advance(70 * SECOND_MS),
     lambda w: w.consume(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     move_some(SECOND_MS, 7),
     lambda w: w.advance(SECOND_MS),
 ]

@@ -57,7 +57,7 @@ COMPACT: Scenario = [
     cancel_some(4, 5, 7),
     lambda w: w.rewrite(1),
     lambda w: w.merge(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.consume(),
     lambda w: w.restart(),
     cancel_some(11, 3),
@@ -65,7 +65,7 @@ COMPACT: Scenario = [
     lambda w: w.compact(),
     lambda w: w.merge(),
     lambda w: w.advance(SECOND_MS),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.compact(),
 ]
 
@@ -88,9 +88,9 @@ BULK: Scenario = [
     lambda w: w.merge(),
     lambda w: w.advance(FAR_MS),
     cancel_some(11, 7),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.consume(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.compact(),
     lambda w: w.checkpoint(),
 ]
@@ -114,7 +114,7 @@ CAMPAIGN: Scenario = [
     lambda w: w.pause("spring"),
     lambda w: w.advance(2 * FAR_MS),
     lambda w: w.merge(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.restart(),
     lambda w: w.resume("spring", ["k00003", "k00004"]),
     lambda w: w.settled(),
@@ -153,7 +153,7 @@ SELECT: Scenario = [
     lambda w: w.compact(),
     lambda w: w.consume(),
     lambda w: w.undo(1, keys(3, 4, 5, 6, 7, 9, 10, 11)),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.advance(FAR_MS),
     lambda w: w.consume(),
     lambda w: w.stop(),
@@ -179,7 +179,7 @@ OPERATE: Scenario = [
     lambda w: w.wake(),
     lambda w: w.operate(keys(3, 6), from_ms=w.clock.wall + HOUR_MS, action="release"),
     lambda w: w.consume(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.advance(FAR_MS),
     lambda w: w.stop(),
 ]
@@ -197,17 +197,17 @@ ROLL: Scenario = [
     lambda w: w.save_offsets(),
     lambda w: w.compact(),
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.advance(FAR_MS),
     lambda w: w.compact(),
     lambda w: w.consume(),
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.send("a", [100, FAR_MS], 1_000),  # k24, k25
     lambda w: w.restart(),
     cancel_some(9, 0, 25),
     lambda w: w.advance(SECOND_MS),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
 ]
 
 # Scheduled messages with past due times, saved in the middle: the mark "all before T is settled" steps
@@ -255,7 +255,7 @@ LEVELS: Scenario = [
     lambda w: w.advance(4 * SECOND_MS),
     lambda w: w.compact(),
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.restart(),
     lambda w: w.advance(6 * SECOND_MS),
     lambda w: w.send_levels("a", [1, 3]),  # k25, k26
@@ -267,10 +267,10 @@ LEVELS: Scenario = [
     lambda w: w.restart(),
     lambda w: w.send_levels("b", [5]),  # k27
     lambda w: w.advance(600 * SECOND_MS),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.compact(),
     lambda w: w.checkpoint(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
 ]
 
 SCENARIOS: dict[str, Scenario] = {

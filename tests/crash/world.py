@@ -234,7 +234,7 @@ class World:
         assert self.node is not None
         await self.node.maintenance.checkpoint()
 
-    async def let_go(self) -> None:
+    async def apply_retention(self) -> None:
         assert self.node is not None
         await self.node.maintenance.apply_retention()
 

@@ -16,7 +16,7 @@ from tests.docs_pages import ROOT
 from tests.node_fixture import running_node
 
 from timeball import __version__
-from timeball.model.errors import missing_text
+from timeball.model.errors import not_installed_text
 
 IMPORTS = """
 import importlib, json, sys
@@ -90,13 +90,13 @@ def test_the_import_of_a_missing_package_names_the_extra(projects: tuple[Path, P
     ran = run(IMPORTS, json.dumps([*names, *others]), PYTHONPATH=str(client / "src"))
     extras = {"timeball.cli": "cli", "timeball.spark": "spark"}
     assert ran.stdout.splitlines() == [
-        *(f"{name} {missing_text(name, extras.get(name, 'broker'))}" for name in names),
+        *(f"{name} {not_installed_text(name, extras.get(name, 'broker'))}" for name in names),
         "timeball.client.gone No module named 'timeball.client.gone'",
         "cli No module named 'cli'",
-        f"timeball.testing {missing_text('timeball.testing', 'broker')}",
+        f"timeball.testing {not_installed_text('timeball.testing', 'broker')}",
     ], ran.stderr
     ran = run("from timeball import testing", PYTHONPATH=str(client / "src"))
-    assert ran.stderr.endswith(f"ModuleNotFoundError: {missing_text('timeball.testing', 'broker')}\n")
+    assert ran.stderr.endswith(f"ModuleNotFoundError: {not_installed_text('timeball.testing', 'broker')}\n")
     ran = run(IMPORTS, json.dumps(["timeball.model", "timeball.broker.gone"]))
     assert ran.stdout == "timeball.broker.gone No module named 'timeball.broker.gone'\n", "the control"
 

@@ -131,12 +131,12 @@ def check_batches(data: bytes) -> None:
     choices = Choices(data)
     kind, missing_bytes = choices.pick(KINDS), choices.byte() % 16
     try:
-        messages = ipc.messages(choices.rest())
+        messages = ipc.read_messages(choices.rest())
         header, _ = next(messages, (memoryview(b""), memoryview(b"")))
-        schema = ipc.schema(header)
+        schema = ipc.read_schema(header)
         columns = kind(schema)
         for header, body in messages:
-            given = ipc.batch(header, body[: max(0, len(body) - missing_bytes)], schema)
+            given = ipc.read_batch(header, body[: max(0, len(body) - missing_bytes)], schema)
             check_batch(columns.adopt(given, lambda *_, **__: None), kind)
     except (RequestError, OverLimit):
         pass

@@ -111,13 +111,13 @@ def scenario(world: World) -> None:
     world.take()
     world.finish_rewrites()
     world.admit([world.now_ms + ms for ms in (-HOUR, 0, 7 * DAY)] * 20)
-    world.let_go()
+    world.apply_retention()
     world.restart()
     world.drain()
     world.advance(6 * DAY)
     world.drain()
     world.release_part(3)
-    world.let_go()
+    world.apply_retention()
     world.release()
     world.save()
 
@@ -242,7 +242,7 @@ class SurvivingWorld(World):
         for seq in (*model.released, *model.cancelled):
             model.waiting.pop(seq, None)
         if not self.rig.has_table:
-            model.let_go(self.reader.first_seq)
+            model.apply_retention(self.reader.first_seq)
 
     def _apply_to_model(self, row: dict[str, Any]) -> None:
         model, seq, source_seq = self.model, row["seq"], row["source_seq"]

@@ -225,8 +225,8 @@ class Machine(RuleBasedStateMachine):
         self.saving = not self.saving
 
     @rule()
-    def let_go(self) -> None:
-        self.world.let_go()
+    def apply_retention(self) -> None:
+        self.world.apply_retention()
         self.saving = False
 
     @rule(back=st.integers(0, 2), power_cut=st.none() | st.integers(0, 1_000), unreported=st.booleans())

@@ -87,7 +87,7 @@ class Moves:
                 seqs += world.admit([world.now_ms + FAR_MS] * 40)
             world.advance(2 * limits.DAY_MS)
             assert world.drain() == []
-            world.let_go()
+            world.apply_retention()
             if day % 10 == 4:
                 world.restart()
         assert world.reader.first_seq > 1 or not world.model.moved_rows

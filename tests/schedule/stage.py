@@ -223,7 +223,7 @@ class Model:
         if not batch:
             self.moving.popleft()
 
-    def let_go(self, first_seq: int) -> None:
+    def apply_retention(self, first_seq: int) -> None:
         """Record that the log begins at `first_seq` now. Messages settled before need not be known any more."""
         self.forgotten |= {seq for seq, at in self.at.items() if at < first_seq}
 

@@ -263,7 +263,7 @@ class World(Attaching):
         self.files.replace(CHECKPOINT, str(len(self.ever_saved) - 1).encode())
         self.checkpoints.append(saved)
 
-    def let_go(self) -> None:
+    def apply_retention(self) -> None:
         """Save a checkpoint, then remove the segments that are not needed."""
         self.save()
         seqs = [self.reader.next_seq, self.strategy.needed_seq()]
@@ -272,7 +272,7 @@ class World(Attaching):
         expired = segments.expired(now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
         segments.remove(self.files, expired)
         if not self.rig.has_table:  # with a table, settled messages stay known for longer
-            self.model.let_go(self.reader.first_seq)
+            self.model.apply_retention(self.reader.first_seq)
 
     def restart(self, *, back: int = 0, power_cut: int | None = None, unreported: bool = False) -> None:
         """Start again from the checkpoint `back` before the last one, or from the log's beginning.

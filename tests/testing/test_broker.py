@@ -19,7 +19,7 @@ from tests.edges.push.receiver import Reply, receiver_of
 from tests.rounds import rounds
 
 from timeball import Dead, InvalidDelay, OutOfRange, Retry
-from timeball.model.errors import SetupError, missing_text
+from timeball.model.errors import SetupError, not_installed_text
 from timeball.testing import ReleasedMessage, TestBroker
 
 START = datetime(2027, 1, 1, tzinfo=UTC)
@@ -95,7 +95,7 @@ def test_a_handler_runs_at_the_due_time_and_again_after_a_failure(broker: TestBr
 def test_an_import_without_the_extra_broker_names_it() -> None:
     program = "import sys; sys.modules['numpy'] = None; import timeball.testing"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ran.stderr.endswith(f"ModuleNotFoundError: {missing_text('numpy', 'broker')}\n")
+    assert ran.stderr.endswith(f"ModuleNotFoundError: {not_installed_text('numpy', 'broker')}\n")
 
 
 def test_a_handler_that_raises_retry_runs_later_and_one_that_raises_dead_makes_a_dead_letter(

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.model.config import Settings, option_name, types
-from timeball.model.errors import InvalidDelay, RequestError, SetupError, Unavailable, missing_text
+from timeball.model.errors import InvalidDelay, RequestError, SetupError, Unavailable, not_installed_text
 from timeball.model.time_parsing import duration_ms
 
 if TYPE_CHECKING:
@@ -465,7 +465,7 @@ BROKER, SPARK, PICTURE, KAFKA, CELERY = "broker", "spark", "picture", "kafka", "
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
     """Build the error that names the missing package and the extra that contains it."""
-    return SetupError(missing_text(error.name, extra))
+    return SetupError(not_installed_text(error.name, extra))
 
 
 def is_third_party(error: ModuleNotFoundError) -> bool:

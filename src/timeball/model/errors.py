@@ -202,7 +202,7 @@ class DiskFailed(StorageError):
     code = "disk_failed"
 
 
-def missing_text(name: str | None, extra: str) -> str:
+def not_installed_text(name: str | None, extra: str) -> str:
     """Say that a module is not installed, and how to install the extra that contains it.
 
     The advice avoids `pip install timeball`: Timeball is on no index yet, and a package of this name there is another

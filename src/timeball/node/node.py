@@ -45,7 +45,7 @@ from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import time_parsing
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.config import Settings
-from timeball.model.errors import SetupError, missing_text
+from timeball.model.errors import SetupError, not_installed_text
 from timeball.model.message import SCHEDULE_TOPIC
 from timeball.monitoring.figures import ReplicaReaders
 from timeball.node.data_folder import check_folder, write_format
@@ -75,7 +75,7 @@ def open_traces(clock: Clock, version: str) -> Tracing:
     try:
         from timeball.monitoring.traces import Traces
     except ModuleNotFoundError as error:
-        raise SetupError(f"--traces: {missing_text(error.name, 'otel')}") from error
+        raise SetupError(f"--traces: {not_installed_text(error.name, 'otel')}") from error
     return Traces(clock, version)
 
 

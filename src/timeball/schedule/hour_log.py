@@ -530,7 +530,7 @@ def read_rows_between(files: list[DataFile], low: Position, high: Position) -> p
     tables = [(file, table) for file in files if (table := file.rows_between(low, high)).num_rows]
     if not tables:
         return None
-    return as_scheduled(
+    return scheduled_from_table(
         pa.concat_tables([_count_lateness_from(file.lateness_from_ms, table) for file, table in tables])
     )
 
@@ -554,7 +554,7 @@ def _count_lateness_from(lateness_from_ms: int, rows: pa.Table) -> pa.Table:
     )
 
 
-def as_scheduled(rows: pa.Table) -> pa.RecordBatch:
+def scheduled_from_table(rows: pa.Table) -> pa.RecordBatch:
     """Convert rows of the pending table (TABLE_SCHEMA) to READ_SCHEMA.
 
     The result equals that of `locations.as_scheduled` for the same messages in the log, but without `store_host`, which

@@ -10,13 +10,13 @@
 It needs the extra `timeball[broker]`. pytest finds the fixtures of `timeball.testing.pytest_plugin` by itself.
 """
 
-from timeball.model.errors import missing_text
+from timeball.model.errors import not_installed_text
 
 try:
     from timeball.testing.broker import ReleasedMessage, ScheduledMessage, TestBroker, VirtualClock
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] == "timeball":
         raise  # a module of Timeball is missing, or Timeball has written the text
-    raise ModuleNotFoundError(missing_text(error.name, "broker"), name=error.name) from error
+    raise ModuleNotFoundError(not_installed_text(error.name, "broker"), name=error.name) from error
 
 __all__ = ["ReleasedMessage", "ScheduledMessage", "TestBroker", "VirtualClock"]

@@ -293,7 +293,7 @@ async def test_merging_and_removing_files_excludes_files_with_held_messages(worl
     await world.advance(2 * MINUTE_MS)
     await world.merge()
     await world.advance(DAY_MS)
-    await world.let_go()
+    await world.apply_retention()
     assert len(await delivered(world)) == 3 * FILES_MIN
     await world.restart()
     assert await world.resume("spring", keys) == 2

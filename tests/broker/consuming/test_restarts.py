@@ -102,7 +102,7 @@ async def test_positions_whose_rows_retention_removed_do_not_block_the_queue(
         await world.send("filler", [None] * 6, 100_000)
         world.clock.advance(1_000)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > 3
     await send(world, [b"new"])
     await pass_time(world, MINUTE_MS)

@@ -34,7 +34,7 @@ async def send_and_read_some(world: World, read: int = 1, group: str = GROUP) ->
 async def apply_retention(world: World, after_ms: int) -> None:
     world.clock.advance(after_ms)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
 
 
 def first_offset(world: World) -> int:
@@ -56,7 +56,7 @@ async def test_unread_messages_stay_beyond_the_retention(world: World) -> None:
     rows = await world.broker.pull(TOPIC, {0: 1}, 10, 0)
     assert rows.num_rows == 4
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 5})
-    await world.let_go()
+    await world.apply_retention()
     assert first_offset(world) == 5 and await lag_and_expired(world) == (0, 0)
 
 
@@ -99,7 +99,7 @@ async def test_expired_messages_are_counted_once_although_the_broker_crashes(wor
     await world.start()
     assert first_offset(world) == 0 and await lag_and_expired(world) == (4, 4)
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     assert first_offset(world) == 5 and await lag_and_expired(world) == (0, 4)
 
 

@@ -10,7 +10,7 @@ from timeball.broker.consuming.retry import (
     Next,
     dead_letter_topic,
     group_of,
-    hand_back,
+    next_copy_of_returned,
     resend,
     retry_topic,
 )
@@ -20,7 +20,7 @@ NAMES = st.text("abcXYZ_", min_size=1, max_size=6) | st.sampled_from(sorted(SPEN
 
 
 def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Next:
-    return hand_back(
+    return next_copy_of_returned(
         "readers",
         topic="orders",
         properties={**USERS, **properties},
@@ -149,7 +149,7 @@ def test_any_returned_message_has_one_delay_as_a_retry_and_none_as_a_dead_letter
 ) -> None:
     before = dict(properties)
     for found in (
-        hand_back(
+        next_copy_of_returned(
             "g", topic="t", properties=properties, reconsume_times=times, message_id="1", delay_level=level,
             times_max=most,
         ),

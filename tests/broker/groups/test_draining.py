@@ -426,13 +426,13 @@ def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
                 await drained.broker.log.writer.flushed()
                 await drained.broker.send_again(_filling())
             drained.clock.advance(10_000)
-            await drained.let_go()
+            await drained.apply_retention()
             assert drained.broker.log.reader.first_seq <= first_seq
             assert Kind.CANCEL in _kinds(drained, first_seq)
             neighbours.silent.clear()
             await drained.broker.draining.hand_over()
             assert heir.broker.pending_messages == len(keys)
-            await drained.let_go()
+            await drained.apply_retention()
             assert drained.broker.tables.drains.needed_seq is None
             assert drained.broker.log.reader.first_seq > first_seq
 
@@ -461,7 +461,7 @@ def test_a_message_handed_over_long_ago_is_not_reported_as_pending() -> None:
                 await drained.broker.send_again(_filling())
                 await drained.broker.log.writer.flushed()
             drained.clock.advance(10_000)
-            await drained.let_go()
+            await drained.apply_retention()
             assert drained.broker.log.reader.first_seq > 10, (
                 "retention has removed the rows that ended the messages"
             )

@@ -240,7 +240,7 @@ async def test_a_follower_learns_the_first_needed_row_from_the_last_snapshot(wor
     await world.consume()
     await world.compact()
     await world.checkpoint()
-    await world.let_go()
+    await world.apply_retention()
     first_seq = world.broker.log.reader.first_seq
     assert follower.log_from_seq == 1 < first_seq, "the row of the snapshot is not applied yet"
     follower.apply(follower.reader.next_seq)

@@ -155,7 +155,7 @@ LIFE: list[Step] = [
     lambda w: w.resume(),  # with a missed one
     lambda w: w.settled(),
     lambda w: w.consume(),
-    lambda w: w.let_go(),
+    lambda w: w.apply_retention(),
     lambda w: w.put(),  # equal: nothing changes
     lambda w: w.advance(3 * EVERY_MS),
     lambda w: w.consume(),

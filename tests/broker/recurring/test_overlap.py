@@ -217,7 +217,7 @@ async def test_an_expired_message_is_finished(world: World) -> None:
         await world.compact()
         await world.advance(SECOND_MS)
         await world.checkpoint()
-        await world.let_go()
+        await world.apply_retention()
     assert not await next_is_skipped(world), "no consumer can receive the expired message any more"
 
 

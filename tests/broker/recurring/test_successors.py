@@ -144,7 +144,7 @@ async def without_its_first_rows(world: World) -> None:
         await compact(world)
         await world.advance(EVERY_MS)
         await world.checkpoint()
-        await world.let_go()
+        await world.apply_retention()
     assert world.broker.log.reader.first_seq > 1
     await world.restart()
 

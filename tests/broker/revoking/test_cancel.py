@@ -264,7 +264,7 @@ async def remove_all_rows(world: World) -> None:
     for _ in range(2):
         await world.compact()
         await world.checkpoint()
-        await world.let_go()
+        await world.apply_retention()
     assert world.broker.log.reader.first_seq >= before
 
 

@@ -228,7 +228,7 @@ async def test_a_moved_message_without_id_is_found_after_retention_removed_its_r
             await world.advance(60 * SECOND_MS)  # the timer wheel writes a new row of the message
             await world.send("filler", [None] * 6, 100_000)
             await world.checkpoint()
-            await world.let_go()
+            await world.apply_retention()
         raise AssertionError(f"the log begins at {world.broker.log.reader.first_seq}")
 
     for delay_ms in (6 * HOUR_MS, 7 * HOUR_MS):

@@ -181,7 +181,7 @@ async def test_files_that_a_rewrite_replaces_meanwhile_stay_until_the_cancel_has
         assert world.node is not None
         monkeypatch.setattr(ranges, "group_in_ranges", read)
         await replace_all()
-        await world.let_go()
+        await world.apply_retention()
 
     removals: list[asyncio.Task[None]] = []
 
@@ -200,7 +200,7 @@ async def test_files_that_a_rewrite_replaces_meanwhile_stay_until_the_cancel_has
     before = {f"pending/{entry.path}" for entry in world.broker.scheduling.hour_log.pending.live_entries()}
     assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
     assert not before & {f"pending/{e.path}" for e in world.broker.scheduling.hour_log.pending.live_entries()}
-    await world.let_go()
+    await world.apply_retention()
     assert not any(world.files.exists(name) for name in before)
 
 

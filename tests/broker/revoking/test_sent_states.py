@@ -39,7 +39,7 @@ async def test_a_message_that_retention_has_removed_is_expired(world: World) -> 
     for _ in range(3):
         await world.broker.send(batch(body=[b"x" * 700_000]))
     await world.advance(HOUR_MS)
-    await world.let_go()
+    await world.apply_retention()
     assert world.broker.log.reader.first_seq > number
     (state,) = await world.broker.sent_states([number])
     assert state.state == "expired" and state.is_settled

@@ -304,7 +304,7 @@ async def test_the_pending_message_is_found_after_restart_compaction_and_retenti
     await world.restart()
     assert (await client.send("a", "keep")).seq == first.seq
     await world.broker.reschedule(ids=["m1"], delay_ms=3 * HOUR_MS)
-    await world.let_go()
+    await world.apply_retention()
     await world.restart()
     kept = await client.send("a", "keep")
     assert kept.pending == UniqueMessage("m1", first.seq, world.clock.wall + 3 * HOUR_MS)
@@ -461,7 +461,7 @@ async def test_a_message_that_a_selection_cancelled_does_not_count_after_a_move_
     await world.broker.reschedule(keys=["unique:a"], delay_ms=2 * HOUR_MS)
     name = await select(world, "keys CONTAINS 'unique:'")
     await world.compact()
-    await world.let_go()
+    await world.apply_retention()
     assert [(await client.send(key, "keep")).outcome for key in "ab"] == ["created", "created"]
     await world.restart()
     await world.broker.selections.undo(name, ANONYMOUS)

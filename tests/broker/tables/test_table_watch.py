@@ -419,7 +419,7 @@ async def _check_full_disk(folder: Path, spare: int, fill: Callable[[Path, int],
             world.compact,
             world.merge,
             world.checkpoint,
-            world.let_go,
+            world.apply_retention,
             world.node.maintenance.index_keys,
         ):
             try:

@@ -74,7 +74,7 @@ def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(
     batch = pa.record_batch({"topic": ["held-up"], "body": [bytes(100_000)]})
     descriptor = flight.FlightDescriptor.for_path(b"send").serialize()
     begun = codec.encode_data(ipc.schema_header(batch.schema))
-    ((header, body),) = ipc.parts(batch, MESSAGE_BYTES_MAX)
+    ((header, body),) = ipc.split_batch(batch, MESSAGE_BYTES_MAX)
     with filled(node, edge._budget), RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange"))
         described = bytes([0x0A, len(descriptor)]) + descriptor

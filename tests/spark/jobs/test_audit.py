@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from tests.broker.on_node import batch
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.spark.traffic import commit_half, send, send_due_now, visible
-from tests.written_again import fill_segment, let_go, write_again
+from tests.written_again import apply_retention, fill_segment, write_again
 
 from timeball import Timeball
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
@@ -350,7 +350,7 @@ def test_rewritten_messages_are_accepted_once_and_pending_once(small: RunningNod
     fill_segment(small)
     extend_ledger(small)
     write_again(small, 2, 4, 5, 6, 7, 8, 9, 10)
-    assert let_go(small) > 10
+    assert apply_retention(small) > 10
     # The message 11 was not written again, and retention has removed its row. So it is lost.
     report = audit.run(None, small.endpoint)
     assert not report.ok and counts(report) == (10, 1, 8, 1), report
@@ -364,7 +364,7 @@ def test_messages_whose_first_rows_are_removed_balance(small: RunningNode) -> No
     fill_segment(small)
     extend_ledger(small)
     write_again(small, *range(2, 12))
-    let_go(small)
+    apply_retention(small)
     report = audit.run(None, small.endpoint)
     assert report.ok and counts(report) == (15, 0, 15, 0), report
     assert report.unknown == 0 and report.scope.first > 10
@@ -443,7 +443,7 @@ def test_an_audit_is_repeated_if_retention_removes_rows_meanwhile(
     def meanwhile(engine: DuckDbEngine, reads: Reads) -> None:
         if is_first.pop() if is_first else False:
             write_again(small, 2)  # 1 is the row of the topic
-            let_go(small)
+            apply_retention(small)
         read(engine, reads)
 
     monkeypatch.setattr(DuckDbEngine, "read", meanwhile)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.campaigning import attach, campaign_of, released, waiting
-from tests.written_again import fill_segment, let_go
+from tests.written_again import apply_retention, fill_segment
 
 from timeball.model.config import MIB
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
@@ -187,7 +187,7 @@ def test_progress_is_the_same_after_retention_has_removed_log_rows(tmp_path: Pat
             ("cancelled", 1, 9, 0, 0),
         ]
         fill_segment(node)
-        assert let_go(node) > plain.read_state().planned_seq
+        assert apply_retention(node) > plain.read_state().planned_seq
         assert [counts(campaign) for campaign in (plain, paused, resumed, cancelled)] == before
         assert not plain.progress().whole and not paused.progress().whole
         assert paused.resume().rows == 9

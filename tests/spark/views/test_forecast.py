@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 from tests.spark.traffic import send
-from tests.written_again import fill_segment, let_go
+from tests.written_again import apply_retention, fill_segment
 
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
@@ -148,7 +148,7 @@ def test_check_is_refused_after_retention_removed_rows(tmp_path: Path) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
         snapshot = Snapshot.pin(broker, version=0)
         fill_segment(node)
-        let_go(node)
+        apply_retention(node)
         with pytest.raises(OutOfRange, match="retention has removed what came after version 0"):
             released_since(broker, snapshot)
 

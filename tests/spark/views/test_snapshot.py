@@ -18,7 +18,7 @@ import pytest
 from deltalake import write_deltalake
 from tests.node_fixture import RunningNode, eventually, running_node
 from tests.spark.traffic import commit_half, send, send_due_now, visible
-from tests.written_again import fill_segment, let_go, write_again
+from tests.written_again import apply_retention, fill_segment, write_again
 
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
@@ -157,7 +157,7 @@ def test_rewritten_message_is_pending_once_after_its_rows_are_removed(engine: En
         fill_segment(node)
         write_again(node, 2, 4, 5, 6)
         write_again(node, 2)
-        assert let_go(node) > 10
+        assert apply_retention(node) > 10
         rows = engine.rows(broker)
         # The control: messages that were not written again are missing, because their rows were removed.
         assert [row["seq"] for row in rows] == [2, 4, 5, 6]
@@ -279,7 +279,7 @@ def test_cancel_removed_by_retention_is_read_from_the_ledger(engine: Engine, tmp
         fill_segment(node)
         node.run(node.broker.compact())
         node.run(node.node.maintenance.checkpoint())
-        assert let_go(node) > 14
+        assert apply_retention(node) > 14
         # The control: the log has no CANCEL rows any more, and the cancelled messages are still in the table.
         assert engine.seqs(broker) == list(range(2, 12))
         write_deltalake(sibling(uri, "ledger"), events)
@@ -301,7 +301,7 @@ def test_a_gap_between_ledger_and_log_is_refused(tmp_path: Path) -> None:
         node.run(node.broker.cancel(seqs=[3]))
         fill_segment(node)
         node.run(node.broker.compact())
-        first = let_go(node)
+        first = apply_retention(node)
         gap = f"the ledger ends at row {mark}, the log begins at {first}: events are lost; move .*{uri}"
         with SqlSession(node.endpoint) as session:
             for view in ("ledger", "scheduled"):

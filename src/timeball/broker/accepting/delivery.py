@@ -57,7 +57,7 @@ from timeball.model.message import (
 )
 from timeball.model.send_options import EXPIRED_PREFIX, EXPIRES
 from timeball.schedule.backlog import Bools
-from timeball.schedule.hour_log import as_scheduled
+from timeball.schedule.hour_log import scheduled_from_table
 from timeball.schedule.level_cascade import NAME as TIMING_LIST
 from timeball.schedule.level_cascade import without_list
 from timeball.schedule.locations import FEW, with_column
@@ -436,7 +436,9 @@ class Delivery:
             if self._topics.find_topic(name) is None:
                 check_topic(name)  # raises for an invalid name, so before any row is in flight
         # No await from here on: rows in flight must be in the log in the same order.
-        scheduled_rows = self._scheduler.hand_out_dispatched(as_scheduled(pa.Table.from_batches([rows])))
+        scheduled_rows = self._scheduler.hand_out_dispatched(
+            scheduled_from_table(pa.Table.from_batches([rows]))
+        )
         if scheduled_rows is None:
             return Brought(0, rows.num_rows)
         # Shielded: the rows are in flight. If the dispatcher disconnects, the commit of others must not be cancelled.

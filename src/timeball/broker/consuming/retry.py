@@ -65,7 +65,7 @@ def group_of(topic: str) -> str:
     return topic.removeprefix(RETRY_PREFIX)
 
 
-def hand_back(
+def next_copy_of_returned(
     group: str,
     *,
     topic: str,

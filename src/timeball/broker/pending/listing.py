@@ -64,7 +64,7 @@ from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.backlog import Bools
 from timeball.schedule.delay_levels import with_original_topics
-from timeball.schedule.hour_log import as_scheduled as scheduled_of_table
+from timeball.schedule.hour_log import scheduled_from_table
 from timeball.schedule.locations import Columns, as_scheduled
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.attachment import FileEntry
@@ -576,4 +576,4 @@ def rows_in_log(
 
 def rows_in_table(walk: TableWalk, messages: Filed) -> pa.RecordBatch:
     """Read the complete rows (READ_SCHEMA) of messages in files, in their order."""
-    return scheduled_of_table(walk.rows_of(messages, TABLE_SCHEMA.names))
+    return scheduled_from_table(walk.rows_of(messages, TABLE_SCHEMA.names))

@@ -73,8 +73,7 @@ from timeball.model.message import (
 )
 from timeball.model.rules import check_key
 from timeball.schedule.delay_levels import REAL_TOPIC
-from timeball.schedule.hour_log import HourLog
-from timeball.schedule.hour_log import as_scheduled as table_rows
+from timeball.schedule.hour_log import HourLog, scheduled_from_table
 from timeball.schedule.locations import KINDS, as_scheduled
 from timeball.schedule.outcomes import Moved, Outcomes
 from timeball.table.file_keys import FileSet
@@ -517,7 +516,7 @@ def read_scheduled_rows(
     in_table = [c for c, has_row in zip(candidates, is_in_log.tolist(), strict=True) if not has_row]
     if in_table:
         batches += [
-            table_rows(rows)
+            scheduled_from_table(rows)
             for rows in file_keys.rows_of(live_files, *due_version_columns(in_table))
             if rows.num_rows
         ]

@@ -415,7 +415,7 @@ class Upload(FlightCall):
                 self._ended()
             return  # a descriptor, or metadata alone: there is nothing to answer
         if self._schema is None:
-            schema = ipc.schema(message.header)
+            schema = ipc.read_schema(message.header)
             self._columns = self._columns_of(schema)
             self._schema = schema
             self._free_memory()
@@ -441,7 +441,7 @@ class Upload(FlightCall):
                 raise Unavailable(STOPPING)
             caller = self.call.caller
             allow = None if caller is ANONYMOUS else partial(self._context.allow, caller)
-            batch = self._columns.adopt(ipc.batch(message.header, message.body, self._schema), allow)
+            batch = self._columns.adopt(ipc.read_batch(message.header, message.body, self._schema), allow)
             size_bytes = size_of(batch)
             key = codec.decode_metadata(message.metadata)
         except Exception as error:  # any error: this batch is refused, and the stream continues

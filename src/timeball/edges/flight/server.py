@@ -318,7 +318,7 @@ class Reads:
         address, size_bytes = call.call.peer, _size_bytes(rows)
         await self._reserve(address, size_bytes)
         try:
-            for segments in ipc.parts(rows, ANSWER_PART_BYTES):
+            for segments in ipc.split_batch(rows, ANSWER_PART_BYTES):
                 first, last = framed_in_two(*codec.encode_data(*segments))
                 await _send_message(call, head + first, last)
                 head = b""
@@ -414,7 +414,9 @@ def _encode_next_batch(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payl
     batch = next(rows, None)
     if batch is None:
         return None
-    return [framed_in_two(*codec.encode_data(*segments)) for segments in ipc.parts(batch, ANSWER_PART_BYTES)]
+    return [
+        framed_in_two(*codec.encode_data(*segments)) for segments in ipc.split_batch(batch, ANSWER_PART_BYTES)
+    ]
 
 
 def schema_message(schema: pa.Schema) -> bytes:

@@ -606,15 +606,15 @@ def template_fields(message: Message) -> tuple[bytes, str | None, str | None]:
 
 def _decode_arrow(topic: str, data: bytes) -> DecodedSend:
     """Decode an Arrow stream, and add the column `topic`. Raises InvalidMessage, InvalidDelay and OverLimit."""
-    messages = arrow_ipc.messages(data)
+    messages = arrow_ipc.read_messages(data)
     header, _ = next(messages, (memoryview(b""), memoryview(b"")))
-    given_schema = arrow_ipc.schema(header)
+    given_schema = arrow_ipc.read_schema(header)
     if "topic" in given_schema.names:
         raise InvalidMessage("column 'topic': the path names the topic; leave the column out")
     schema = given_schema.append(pa.field("topic", pa.string()))
     columns, batches, row_count = SendColumns(schema), [], 0
     for header, body in messages:
-        batch = arrow_ipc.batch(header, body, given_schema)
+        batch = arrow_ipc.read_batch(header, body, given_schema)
         # Check the number of rows first: a column without values takes no bytes, so a small request can claim many
         # rows.
         row_count += batch.num_rows

@@ -73,7 +73,7 @@ _INTEGER_TYPES = {
 }
 
 
-def schema(header: memoryview) -> pa.Schema:
+def read_schema(header: memoryview) -> pa.Schema:
     """Read a schema from the header of a stream's first message, without metadata. Raises InvalidMessage, OverLimit."""
     if len(header) > SCHEMA_BYTES_MAX:
         raise OverLimit(
@@ -147,7 +147,7 @@ def _int32(header: memoryview, table: int, field_number: int) -> int:
     return 0 if offset is None else int(struct.unpack_from("<i", header, offset)[0])
 
 
-def batch(
+def read_batch(
     header: memoryview, body: memoryview | Sequence[bytes | memoryview], of: pa.Schema
 ) -> pa.RecordBatch:
     """Decode a batch of a stream with the schema `of`. Raises InvalidMessage, OverLimit.
@@ -176,7 +176,7 @@ def batch(
         raise InvalidMessage(f"not a record batch: {error}") from error
 
 
-def messages(stream: bytes) -> Iterator[tuple[memoryview, memoryview]]:
+def read_messages(stream: bytes) -> Iterator[tuple[memoryview, memoryview]]:
     """Yield header and body of each message of a stream, as views. Raises InvalidMessage."""
     data, offset = memoryview(stream), 0
     while offset < len(data):
@@ -205,7 +205,7 @@ def schema_header(of: pa.Schema) -> memoryview:
     return split_message(of.serialize())[0]
 
 
-def parts(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryview, memoryview]]:
+def split_batch(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[memoryview, memoryview]]:
     """Split a batch into messages, each as header and body. A message has about `size_bytes_max` bytes, or one row."""
     # `get_total_buffer_size` would be too small: columns from the log share a buffer of zeros, and a message contains
     # that buffer once per column.

@@ -193,7 +193,7 @@ def _not_found(seq: int) -> Refused:
 def _decide_destination(row: dict[str, Any], returned: _Returned) -> retry.Next:
     """Decide where a returned message goes next: its retry topic with a delay level, or the dead-letter topic."""
     fields = returned.fields
-    return retry.hand_back(
+    return retry.next_copy_of_returned(
         fields.group,
         topic=row["topic"],
         properties=decode_properties(row["properties"] or ""),
