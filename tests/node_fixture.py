@@ -15,7 +15,7 @@ import pytest
 from tests.bounds import BOUND_S
 
 from timeball import Timeball
-from timeball.broker import transacting
+from timeball.broker.accepting import transacting
 from timeball.broker.service import Broker
 from timeball.edges.grpc.handlers import receipts
 from timeball.edges.remoting.codec.implementation import Codec

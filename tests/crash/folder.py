@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.broker.test_transacting import commit, prepare
+from tests.broker.accepting.test_transacting import commit, prepare
 from tests.crash.checker import Observed, check
 from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World

@@ -19,10 +19,10 @@ from tests.broker.on_node import batch
 from tests.cluster.memory_store import Memory, MemoryStore
 from tests.ports import free_ports
 
-from timeball.broker.cycle_collection import CYCLES
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock, SystemClock
+from timeball.io.cycle_collection import CYCLES
 from timeball.model.answers import PageRequest
 from timeball.model.config import Settings
 from timeball.model.errors import LeaseLost, NotLeader

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import msgspec
 
 from timeball.broker.consuming.retention import Retention
-from timeball.broker.cycle_collection import CYCLES
 from timeball.broker.registry.rates import shares
 from timeball.broker.service import Broker
 from timeball.broker.tables import table_changes
 from timeball.broker.tables.memory import give_back
 from timeball.broker.tables.table_changes import StoredTable, TableWatch
+from timeball.io.cycle_collection import CYCLES
 from timeball.io.threads import in_thread
 from timeball.log import checkpoint, recovery
 from timeball.log.checkpoint import Facts

@@ -43,12 +43,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.broker.accepting.transacting import Half, load
 from timeball.broker.accepting.wake_ups import bases_in
 from timeball.broker.registry.campaigns import AttachState, CampaignFacts
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import COLUMNS
-from timeball.broker.transacting import Half, load
 from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import Checkpoint, Facts, last_snapshot
 from timeball.log.reader import LogReader

@@ -14,14 +14,14 @@ from functools import partial
 
 import pyarrow as pa
 
-from timeball.broker import transacting
-from timeball.broker.accepting import delivery
+from timeball.broker.accepting import delivery, transacting
 from timeball.broker.accepting.admission import ParsedSends, as_columns
 from timeball.broker.accepting.appender import Accepted, Appender
 from timeball.broker.accepting.ingress import Ingress
 from timeball.broker.accepting.keyed_sends import KeyedSends, SourcedSends
 from timeball.broker.accepting.pacing import Pacing
 from timeball.broker.accepting.tracing import Tracing, traced
+from timeball.broker.accepting.transacting import Half, TransactionChecks, Transactions
 from timeball.broker.accepting.waiters import Gate, Waiters
 from timeball.broker.admin.administration import Administration, GroupStates, JobReports
 from timeball.broker.admin.campaign_changes import CampaignChanges, PushChanges
@@ -56,7 +56,6 @@ from timeball.broker.revoking.reschedule import reschedule
 from timeball.broker.revoking.scheduled_lookup import LookUps, Names
 from timeball.broker.revoking.unique_sends import UniqueSends
 from timeball.broker.tables.table_changes import TableChanges
-from timeball.broker.transacting import Half, TransactionChecks, Transactions
 from timeball.broker.virtual_time import VirtualTime
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.io.files import Files

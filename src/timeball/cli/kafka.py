@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from timeball.broker.cycle_collection import CYCLES
 from timeball.cli import output
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
@@ -26,6 +25,7 @@ from timeball.cli.options import (
     parse_duration_ms,
 )
 from timeball.cli.output import print_json, print_line
+from timeball.io.cycle_collection import CYCLES
 from timeball.model.config import LogFormat, LogLevel
 from timeball.model.errors import SetupError
 

@@ -293,8 +293,8 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     `start_client` is called once the broker accepts messages. It starts a client of the broker, and returns the
     function that stops this client, which is called before the broker stops.
     """
-    from timeball.broker.cycle_collection import CYCLES
     from timeball.broker.tables.memory import use_system_pool
+    from timeball.io.cycle_collection import CYCLES
     from timeball.io.files import raise_open_files_limit
     from timeball.node.node import Node
 
@@ -422,8 +422,8 @@ class RestartPauses:
 
 def run_replica(settings: Settings, as_json: bool) -> None:
     """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
-    from timeball.broker.cycle_collection import CYCLES
     from timeball.broker.tables.memory import use_system_pool
+    from timeball.io.cycle_collection import CYCLES
     from timeball.io.files import raise_open_files_limit
 
     output.configure_logging(settings.log_level, settings.log_format)
@@ -435,7 +435,7 @@ def run_replica(settings: Settings, as_json: bool) -> None:
 
 
 async def _run_replica(settings: Settings, as_json: bool) -> None:
-    from timeball.broker.cycle_collection import CYCLES
+    from timeball.io.cycle_collection import CYCLES
 
     systemd, has_run, pauses = Systemd(), False, RestartPauses(SystemClock())
     watchdog = asyncio.create_task(systemd.run_watchdog())

@@ -13,7 +13,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.broker import transacting
+from timeball.broker.accepting import transacting
 from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON, Command
 from timeball.edges.remoting.codec.records import parse_offset_msg_id

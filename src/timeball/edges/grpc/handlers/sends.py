@@ -29,10 +29,10 @@ import pyarrow as pa
 
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
+from timeball.broker.accepting.transacting import Half, Outcome
 from timeball.broker.registry.topics import MESSAGE_TYPE, Topic
 from timeball.broker.revoking import cancel
 from timeball.broker.revoking.cancel import RecallRefused
-from timeball.broker.transacting import Half, Outcome
 from timeball.edges.grpc._generated.definition_pb2 import (
     Code,
     Message,
@@ -330,7 +330,7 @@ def _type_name(message_type: MessageType) -> str:
 # ---- transactions --------------------------------------------------------------------------------------------
 # The response to a half message contains the id of its transaction. Over gRPC a producer has no group, so the topic is
 # used as its group. If a transaction stays open, the broker asks a producer of the topic about it on its Telemetry
-# stream, and the producer answers with EndTransaction. broker/transacting.py decides when to ask. A second
+# stream, and the producer answers with EndTransaction. broker/accepting/transacting.py decides when to ask. A second
 # EndTransaction with the same resolution succeeds, too. With the opposite resolution it is refused.
 
 _ID_FORMAT = re.compile(r"[0-9A-F]{24}")
@@ -364,7 +364,7 @@ class Transactions:
         # Any other resolution means "not known yet": the producer is asked again later.
         return EndTransactionResponse(status=OK)
 
-    # -- the interface Asker of broker/transacting.py --------------------------------------------------------
+    # -- the interface Asker of broker/accepting/transacting.py --------------------------------------------------------
 
     def has_producer(self, half: Half) -> bool:
         """Return whether the half message arrived by this edge, and a producer of its topic is connected."""

@@ -22,15 +22,15 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball.broker import transacting as core
+from timeball.broker.accepting import transacting as core
 from timeball.broker.accepting.admission import ROWS_MAX as FEW_ROWS_MAX
 from timeball.broker.accepting.admission import ParsedSends, SmallBatch
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Ingress, Piece
+from timeball.broker.accepting.transacting import Half, Outcome
 from timeball.broker.registry.queue_offsets import QueueOffsets, tag_number
 from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking.cancel import RecallRefused, encode_handle
-from timeball.broker.transacting import Half, Outcome
 from timeball.edges.remoting.calls import (
     Call,
     Handlers,
@@ -599,9 +599,9 @@ def with_property(properties: str, name: str, value: str) -> str:
 
 # ---- transactions --------------------------------------------------------------------------------------------
 # Half messages arrive as sends. A client ends a transaction with the sequence number that it got as the message's
-# physical offset, nearly always in a one-way request. broker/transacting.py decides when to check a transaction that
-# was not ended. `Transactions` then pushes the half message to a producer of the group, which answers with another
-# END_TRANSACTION.
+# physical offset, nearly always in a one-way request. broker/accepting/transacting.py decides when to check a
+# transaction that was not ended. `Transactions` then pushes the half message to a producer of the group, which answers
+# with another END_TRANSACTION.
 
 PREPARED, GROUP = "TRAN_MSG", core.GROUP
 TRANSACTION_ID, UNIQUE_KEY = "__transactionId__", "UNIQ_KEY"
@@ -632,7 +632,7 @@ def add_half_properties(properties: str, group: str | None) -> str:
 
 
 class Transactions:
-    """Serves END_TRANSACTION, and sends the checks of broker/transacting.py to producers."""
+    """Serves END_TRANSACTION, and sends the checks of broker/accepting/transacting.py to producers."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context = context

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from timeball.broker import cycle_collection
-from timeball.broker.cycle_collection import YOUNG_OBJECTS, CycleCollection
+from timeball.io import cycle_collection
+from timeball.io.cycle_collection import YOUNG_OBJECTS, CycleCollection
 
 SECOND_NS = 1_000_000_000
 

@@ -12,8 +12,8 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.lives import run, until_cut
 from tests.crash.world import HOUR_MS, CutFiles, World
 
-from timeball.broker import transacting
-from timeball.broker.transacting import Half, Outcome
+from timeball.broker.accepting import transacting
+from timeball.broker.accepting.transacting import Half, Outcome
 from timeball.io.clock import ManualClock
 from timeball.log import checkpoint
 from timeball.model import limits

@@ -9,8 +9,8 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.broker import transacting
-from timeball.broker.transacting import Half
+from timeball.broker.accepting import transacting
+from timeball.broker.accepting.transacting import Half
 from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import READ_SCHEMA, encode_properties
