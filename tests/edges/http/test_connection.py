@@ -36,17 +36,25 @@ def test_a_too_large_head_is_refused(node: RunningNode) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HT"])
-def test_a_client_with_an_incomplete_head_is_disconnected(
-    node: RunningNode, monkeypatch: pytest.MonkeyPatch, said: bytes
+def test_a_client_that_sends_nothing_is_disconnected(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "HEAD_S", 0.1)
     with connect(node) as connection:
-        connection.sendall(said)
         try:
             assert connection.recv(1) == b""
         except ConnectionResetError:
             pass
+
+
+def test_a_head_that_is_not_complete_in_time_is_refused(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "HEAD_S", 0.1)
+    with connect(node) as connection:
+        connection.sendall(b"GET / HT")
+        (refused,) = answers(connection)
+    assert refused.startswith(b"400 ") and b"the head was not complete within" in refused
 
 
 class Kept(asyncio.Transport):
@@ -660,11 +668,60 @@ def test_the_time_limit_of_a_head_does_not_run_while_nothing_is_read(monkeypatch
         assert not served.stored.is_aborted
         asked.answer()
         await served.settle()
-        assert not served.stored.is_paused
-        while not served.stored.is_aborted:
-            await asyncio.sleep(0.001)
+        assert not served.stored.is_paused and not served.stored.is_closed
+        await asyncio.sleep(2 * bounds.HEAD_S)
+        asked.answer()  # the request before the incomplete head gets its answer
+        await served.settle()
+        assert served.stored.is_closed and served.statuses == [b"200", b"200"]
 
     monkeypatch.setattr(bounds, "HEAD_S", 0.02)
+    asyncio.run(serve())
+
+
+def head_of(size_bytes: int) -> bytes:
+    """Build the head of a GET with exactly this size."""
+    begin, end = b"GET /short HTTP/1.1\r\na: ", b"\r\n\r\n"
+    return begin + b"x" * (size_bytes - len(begin) - len(end)) + end
+
+
+@pytest.mark.parametrize("is_divided", [False, True], ids=["one piece", "two pieces"])
+@pytest.mark.parametrize(
+    ("size_bytes", "is_accepted"),
+    [(bounds.HEAD_BYTES_MAX, True), (bounds.HEAD_BYTES_MAX + 1, False), (8 * bounds.HEAD_BYTES_MAX, False)],
+)
+def test_a_head_of_more_than_the_limit_is_refused_however_it_arrives(
+    size_bytes: int, *, is_divided: bool, is_accepted: bool
+) -> None:
+    async def serve() -> None:
+        served = Served(short=short)
+        head = head_of(size_bytes)
+        if is_divided:
+            await served.receive(head[: size_bytes // 2])
+            await served.receive(head[size_bytes // 2 :])
+        else:
+            await served.receive(head)
+        assert served.statuses == [b"200" if is_accepted else b"400"]
+        assert served.stored.is_closed is not is_accepted
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("is_divided", [False, True], ids=["one piece", "two pieces"])
+def test_a_large_head_behind_a_request_with_a_body_is_refused(*, is_divided: bool) -> None:
+    async def serve() -> None:
+        asked = Asked()
+        served = Served(asked=asked.handler)
+        earlier = get_of("asked", "POST", "content-length: 4\r\n") + b"body"
+        head = head_of(bounds.HEAD_BYTES_MAX + 1)
+        # The first piece contains the earlier request and, if there are two, half of the head.
+        begin = head[: len(head) // 2] if is_divided else head
+        await served.receive(earlier + begin)
+        await served.receive(head[len(begin) :])
+        asked.answer()
+        await served.settle()
+        assert served.statuses == [b"200"]  # a refusal behind another request has no answer
+        assert served.stored.is_closed
+
     asyncio.run(serve())
 
 

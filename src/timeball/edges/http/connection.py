@@ -30,12 +30,17 @@ from timeball.model.errors import Unavailable
 
 STOPPING = problem(503, Unavailable.code, "the broker stops, and did nothing; send the request again")
 _FIRST_BYTES_MAX = 64  # of a connection; enough to recognize another protocol
-HEAD_BYTES_MAX = 32 * 1024  # also for bytes of other kinds between two parts of a body, such as trailers
+HEAD_BYTES_MAX = 32 * 1024  # also of trailers, or of the extension of a chunk, that come in several pieces
 # An idle connection stays open for this long at a stop. A request that is on its way gets an answer, from which the
 # client knows that it was not carried out. uvicorn waits for 0.1 s at a stop anyway.
 LINGER_S = 0.08
 LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
 HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
+_TOO_LARGE = f"a head or trailer of more than {HEAD_BYTES_MAX} bytes"
+
+
+class _HeadTooLarge(Exception):
+    """A head has more than HEAD_BYTES_MAX. The parser reports it as the context of its HttpParserError."""
 
 
 class JoinedWrites(asyncio.Transport):
@@ -132,6 +137,8 @@ class HttpConnection(HttpToolsProtocol):
         self._is_invalid = False  # the client has sent an invalid request; the bytes behind it are ignored
         self._serving: Exchange | None = None  # the request that is started and not answered
         self._unused_bytes = 0  # received since the last head or part of a body
+        # of the pieces in which the newest head came, which may also contain other bytes: its largest possible size
+        self._head_pieces_bytes = 0
         # the first bytes of the connection, by which another protocol is recognized
         self._first_bytes = b""
         self._is_in_head = True  # a head is expected at once, or has begun
@@ -178,18 +185,20 @@ class HttpConnection(HttpToolsProtocol):
         if not self._first_bytes:
             self._first_bytes = data[:_FIRST_BYTES_MAX]
         self._unused_bytes += len(data)
+        self._head_pieces_bytes = len(data) + (self._head_pieces_bytes if self._is_in_head else 0)
         try:
             self._parse(data)
         except HttpParserError as error:
             self.logger.warning("invalid HTTP request: %s", error)
-            self.send_400_response("Invalid HTTP request received.")
+            is_large = isinstance(error.__context__, _HeadTooLarge)
+            self.send_400_response(_TOO_LARGE if is_large else "Invalid HTTP request received.")
             return
         # A request whose body has not come yet: its handler waits for it.
         self._start_next()
         if self.transport.is_closing():
             return
         if self._unused_bytes > HEAD_BYTES_MAX:
-            self.send_400_response(f"a head or trailer of more than {HEAD_BYTES_MAX} bytes")
+            self.send_400_response(_TOO_LARGE)
         # Usually a head comes at once, and needs no time limit.
         elif self._is_in_head and self._head_deadline is None and not self.flow.read_paused:
             self._start_head_deadline()
@@ -258,9 +267,12 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Build the state of a request. Its body has separate limits."""
+        """Build the state of a request. Its body has separate limits. Raises _HeadTooLarge."""
         if self.parser.should_upgrade():
             return  # the head comes again
+        # The exact size costs a loop. Nearly every head comes in one small piece, and needs none.
+        if self._head_pieces_bytes > HEAD_BYTES_MAX and self._head_bytes() > HEAD_BYTES_MAX:
+            raise _HeadTooLarge
         self._is_in_head, self._unused_bytes = False, 0
         self._cancel_head_deadline()
         parser = self.parser
@@ -280,6 +292,11 @@ class HttpConnection(HttpToolsProtocol):
         self.waiting.append((exchange, endpoint))
         if earlier is not None and not earlier.response_complete:
             self.flow.pause_reading()
+
+    def _head_bytes(self) -> int:
+        """Compute the size of the complete head, without additional blanks in it."""
+        request_line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
+        return request_line + sum(len(name) + len(value) + 4 for name, value in self.headers) + len("\r\n")
 
     def on_body(self, body: bytes) -> None:
         """Add received bytes of a body to its request."""
@@ -370,7 +387,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_head_deadline(self) -> None:
         """Start the time limit for a head."""
-        self._head_deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._head_deadline = self.loop.call_later(HEAD_S, self._refuse_slow_head)
+
+    def _refuse_slow_head(self) -> None:
+        """Refuse a head that is not complete in time. A client that has sent nothing gets no answer."""
+        if self._first_bytes:
+            self.send_400_response(f"the head was not complete within {HEAD_S:.0f} s")
+        else:
+            self.transport.abort()
 
     def _cancel_head_deadline(self) -> None:
         if self._head_deadline is not None:
