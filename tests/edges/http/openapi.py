@@ -13,8 +13,9 @@ import msgspec
 
 from timeball import __version__
 from timeball.broker.revoking import group_questions
-from timeball.edges.http import answers_codec, codec, send_codec, subscription_codec
+from timeball.edges.http import answers_codec, codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
+from timeball.edges.http.handlers import operators
 from timeball.model import http_api
 from timeball.model.answers import GroupState
 
@@ -88,7 +89,7 @@ _EXACTLY_ONE_OF = {
     "SchedulePut": ("body", "json", "base64"),
     "Moving": ("at", "after"),
 }
-_SUBSCRIBED = (subscription_codec.Subscribed,)
+_SUBSCRIBED = (operators.Subscribed,)
 _UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
 _SCHEDULE = (http_api.Schedule,)
 _DURATION_SCHEMA = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|0|PT[0-9]+[HMS])$"}
@@ -338,12 +339,12 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/v1/subscriptions", "subscriptions", "The push subscriptions.", (), (),
-        (subscription_codec.SubscribedMany,),
+        (operators.SubscribedMany,),
     ),
     Operation(
         "put", "/v1/subscriptions/{name}", "subscribe",
         "Send the messages of a topic to a URL. The answer to a new subscription (201) contains its secret, once.",
-        (), (subscription_codec.Subscribing,), (subscription_codec.Subscribed,),
+        (), (operators.Subscribing,), (operators.Subscribed,),
     ),
     *(
         Operation(method, f"/v1/subscriptions/{{name}}{path}", name, summary, (), (), answer)

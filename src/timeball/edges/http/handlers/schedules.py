@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+import msgspec
+
+from timeball.broker.admin.schedule_changes import Past, Shown
+from timeball.broker.recurring.rule import Occurrence, Rule
+from timeball.broker.recurring.successors import occurrence_id
+from timeball.broker.registry.schedules import ScheduleFacts, State
+from timeball.broker.registry.zones import ZoneFacts
 from timeball.broker.service import Broker
-from timeball.edges.http.codec import Answer
+from timeball.edges.http.codec import Answer, format_time, text_or_bytes
 from timeball.edges.http.requests import Call, Paths, check_no_body, parse_row_count, read_request
-from timeball.edges.http.schedule_codec import (
-    preview_after_ms,
-    show_history,
-    show_schedule,
-    show_times,
-    show_zones,
-    to_facts,
-)
-from timeball.model import limits
+from timeball.edges.http.send_codec import template_fields
+from timeball.model import limits, time_parsing
 from timeball.model.access import Verb
-from timeball.model.http_api import Previewing, ScheduleDeleted, SchedulePage, SchedulePut, ScheduleRun
+from timeball.model.http_api import (
+    History,
+    Message,
+    NextOccurrence,
+    PastOccurrence,
+    Previewing,
+    Schedule,
+    ScheduleDeleted,
+    SchedulePage,
+    SchedulePut,
+    ScheduleRun,
+    Time,
+    Times,
+    ZoneInUse,
+    ZoneMoved,
+    ZonesInUse,
+    ZoneUpdated,
+)
 
 PAGE_ROWS = 100
 
@@ -92,3 +110,109 @@ class Schedules:
 
     async def _get_zones(self, call: Call) -> Answer:
         return Answer(200, show_zones(self._zones.facts(call.caller)))
+
+
+# ---- schedules and time zones as JSON ------------------------------------------------------------------------
+
+_STATES = {State.ACTIVE: "active", State.PAUSED: "paused", State.ENDED: "ended", State.FAILED: "failed"}
+_UNITS = (
+    ("d", limits.DAY_MS), ("h", limits.HOUR_MS), ("m", limits.MINUTE_MS), ("s", limits.SECOND_MS), ("ms", 1),
+)  # fmt: skip
+
+
+def to_facts(request: SchedulePut) -> ScheduleFacts:
+    """Convert a request to the broker's type. Raises InvalidMessage and InvalidDelay."""
+    body, tag, keys = template_fields(
+        Message(
+            body=request.body, json=request.json, base64=request.base64, key=request.key, keys=request.keys,
+            tag=request.tag, properties=request.properties,
+        )
+    )  # fmt: skip
+    return ScheduleFacts(
+        rule=msgspec.Raw(Rule.parse(request.rule).text.encode()),
+        topic=request.topic,
+        body=body,
+        tag=tag,
+        keys=keys,
+        properties=request.properties,
+        catch_up=request.catch_up,
+        catch_up_within_ms=time_parsing.delay_ms(request.catch_up_within, "catch_up_within"),
+        overlap=request.overlap,
+        group=request.group,
+    )
+
+
+def preview_after_ms(request: Previewing) -> int | None:
+    """Find the time in ms after which the first occurrence is. None for now. Raises InvalidDelay."""
+    return None if request.start is msgspec.UNSET else time_parsing.due_ms(request.start, "from")
+
+
+def show_schedule(shown: Shown, outcome: str | None = None) -> Schedule:
+    """Build the answer that shows a schedule."""
+    name, facts, progress, local, may_read = shown
+    pending = None
+    if progress.number:
+        due_ms = progress.due_ms
+        pending = NextOccurrence(occurrence_id(name, due_ms), format_time(due_ms), due_ms, local)
+    body, not_utf8 = text_or_bytes(facts.body) if may_read else (None, None)
+    has_run = progress.runs > 0
+    return Schedule(
+        name=name, state=_STATES[progress.state], topic=facts.topic, rule=msgspec.json.decode(facts.rule),
+        body=body, base64=not_utf8, tag=facts.tag, keys=(facts.keys or "").split(), properties=facts.properties,
+        catch_up=facts.catch_up, catch_up_within=_duration_text(facts.catch_up_within_ms),
+        overlap=facts.overlap, group=facts.group, next=pending,
+        runs=progress.runs, last_due=format_time(progress.last_due_ms) if has_run else None,
+        last=format_time(progress.last_ms) if has_run else None, error=progress.error or None, outcome=outcome,
+    )  # fmt: skip
+
+
+def show_times(occurrences: Sequence[Occurrence]) -> Times:
+    """Build the answer to a preview."""
+    return Times([Time(format_time(each.due_ms), each.due_ms, each.local) for each in occurrences])
+
+
+def show_history(name: str, past: Sequence[Past]) -> History:
+    """Build the answer with the last occurrences of a schedule."""
+    shown = []
+    for occurrence, message_id, places in past:
+        newest = places[0] if places else None
+        state = "unknown"
+        if newest is not None and newest.state in ("visible", "waiting", "cancelled", "expired"):
+            state = newest.state
+        shown.append(
+            PastOccurrence(
+                id=message_id, due=format_time(occurrence.due_ms), due_ms=occurrence.due_ms,
+                local=occurrence.local, state=state,
+                at=None if newest is None or newest.at_ms is None else format_time(newest.at_ms),
+                reason=None if newest is None else newest.reason,
+            )
+        )  # fmt: skip
+    return History(name, shown)
+
+
+def show_zones(facts: ZoneFacts) -> ZonesInUse:
+    """Build the answer about time zones."""
+    zones = [
+        ZoneInUse(zone, format_time(use.until_ms) if use.until_ms else None)
+        for zone, use in sorted(facts.zones.items())
+    ]
+    if (update := facts.update) is None:
+        return ZonesInUse(facts.tzdata, zones)
+    moved = [
+        ZoneMoved(
+            zone=moves.zone, messages=moves.messages, schedules=moves.schedules,
+            before=format_time(moves.before_ms), before_ms=moves.before_ms, after=format_time(moves.after_ms),
+            after_ms=moves.after_ms,
+        )
+        for moves in update.moved
+    ]  # fmt: skip
+    shown = ZoneUpdated(
+        tzdata=update.after, former=update.before or None, at=format_time(update.at_ms), at_ms=update.at_ms,
+        moved=moved,
+    )  # fmt: skip
+    return ZonesInUse(facts.tzdata, zones, shown)
+
+
+def _duration_text(duration_ms: int) -> str:
+    unit, unit_ms = next(unit for unit in _UNITS if duration_ms % unit[1] == 0)
+    return f"{duration_ms // unit_ms}{unit}"
