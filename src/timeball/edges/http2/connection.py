@@ -192,6 +192,7 @@ class Connection(asyncio.Protocol):
         self.streams.write(self._bounds.server_preface())
 
     def _exceeds_connection_limit(self, peer: str) -> bool:
+        """True if the edge has CONNECTIONS_MAX connections, or this address has more than its share of them."""
         # Below half of CONNECTIONS_MAX no address exceeds its share, so it need not be counted.
         if len(self._connections) < CONNECTIONS_MAX // 2:
             return False
@@ -245,7 +246,7 @@ class Connection(asyncio.Protocol):
     # -- frames of the client --------------------------------------------------------------------------------
 
     def _receive(self, kind: int, flags: int, number: int, payload: Payload) -> None:
-        """Handle one frame. Raises BrokenRule."""
+        """Handle one frame of stream `number`, or of the connection (0). Raises BrokenRule."""
         if self._closed_s is not None:
             return
         if self._open_block is not None and (kind != CONTINUATION or number != self._open_block[0]):
@@ -271,7 +272,11 @@ class Connection(asyncio.Protocol):
             self._count_strain()  # a frame of an unknown extension has no effect
 
     def _receive_data(self, flags: int, number: int, payload: Payload) -> None:
-        """Count DATA in both windows, and pass it on to its stream. Raises BrokenRule."""
+        """Count DATA in the windows of connection and stream, and pass it on to its stream without the padding.
+
+        DATA of a stream that has ended is discarded. Unless the server ended it first, the stream is reset. Raises
+        BrokenRule.
+        """
         size_bytes = len(payload)
         self._receive_window -= size_bytes
         if self._receive_window < CONNECTION_WINDOW_BYTES // 2:
@@ -279,6 +284,7 @@ class Connection(asyncio.Protocol):
                 raise BrokenRule(Fault.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
             self.streams.write(window_update(0, CONNECTION_WINDOW_BYTES - self._receive_window))
             self._receive_window = CONNECTION_WINDOW_BYTES
+        # Checked also for a stream that has ended: invalid padding breaks a rule of the connection.
         content = strip_padding(PADDED, bytes(payload)) if flags & PADDED else payload
         stream = self.streams.open.get(number)
         if stream is None or stream.is_half_closed:
@@ -305,7 +311,7 @@ class Connection(asyncio.Protocol):
     def _receive_headers(self, flags: int, number: int, block: bytes) -> None:
         """Handle a complete header block: the trailers of an open stream, or the headers of a new call.
 
-        Raises BrokenRule.
+        `flags` are those of the HEADERS frame. Raises BrokenRule.
         """
         if len(block) > BLOCK_BYTES_MAX:
             raise BrokenRule(Fault.ENHANCE_YOUR_CALM, f"a header block of more than {BLOCK_BYTES_MAX} bytes")
@@ -370,6 +376,7 @@ class Connection(asyncio.Protocol):
             stream.abandon()
 
     def _receive_continuation(self, flags: int, payload: bytes) -> None:
+        """Add to the incomplete header block, and handle it at its end. Raises BrokenRule."""
         if self._open_block is None:
             raise BrokenRule(Fault.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         number, first_flags, block = self._open_block
@@ -382,6 +389,7 @@ class Connection(asyncio.Protocol):
             self._receive_headers(first_flags, number, bytes(block))
 
     def _receive_reset(self, flags: int, number: int, payload: bytes) -> None:
+        """End the call of a stream that the client resets. Raises BrokenRule."""
         read_31_bits(payload)
         self._require_opened(number, "RST_STREAM")
         stream = self.streams.open.get(number)
@@ -392,6 +400,7 @@ class Connection(asyncio.Protocol):
             self.streams.accepts_late_frame(number, is_last=True)
 
     def _receive_settings(self, flags: int, number: int, payload: bytes) -> None:
+        """Apply the client's settings in their order, and acknowledge them. Raises BrokenRule."""
         if number or (flags & ACK and payload):
             raise BrokenRule(
                 Fault.PROTOCOL_ERROR, "SETTINGS of a stream, or an acknowledgement with settings"
@@ -417,6 +426,7 @@ class Connection(asyncio.Protocol):
             streams.resume(streams.blocked_by_stream)
 
     def _receive_ping(self, flags: int, number: int, payload: bytes) -> None:
+        """Answer a ping, or note the answer to the server's ping. Raises BrokenRule, also for too many pings."""
         if number or len(payload) != PING_BYTES:
             raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"PING of a stream, or of other than {PING_BYTES} bytes")
         if flags & ACK:
@@ -433,6 +443,7 @@ class Connection(asyncio.Protocol):
         self.streams.write(frame(PING, ACK, 0, payload))
 
     def _receive_window_update(self, flags: int, number: int, payload: bytes) -> None:
+        """Raise the window for DATA that is sent, and let the streams that it blocked send. Raises BrokenRule."""
         more_bytes = read_31_bits(payload)
         if not more_bytes:
             raise BrokenRule(Fault.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0 bytes")
@@ -452,7 +463,7 @@ class Connection(asyncio.Protocol):
             self._require_opened(number, "WINDOW_UPDATE")
 
     def _receive_priority(self, flags: int, number: int, payload: bytes) -> None:
-        """Check the frame only: Timeball does not prioritise streams."""
+        """Check the frame only: Timeball does not prioritise streams. Raises BrokenRule."""
         if not number:
             raise BrokenRule(Fault.PROTOCOL_ERROR, "PRIORITY of stream 0")
         if len(payload) != PRIORITY_BYTES:
@@ -461,7 +472,7 @@ class Connection(asyncio.Protocol):
             self._reset_stream(number, Fault.PROTOCOL_ERROR)
 
     def _receive_goaway(self, flags: int, number: int, payload: bytes) -> None:
-        """Check the frame only: a client that opens no more streams closes the connection itself."""
+        """Check the frame only: a client that opens no more streams closes the connection. Raises BrokenRule."""
         if number:
             raise BrokenRule(Fault.PROTOCOL_ERROR, "GOAWAY of a stream")
 
@@ -539,7 +550,7 @@ class Connection(asyncio.Protocol):
 
 
 def _is_request(headers: Headers) -> bool:
-    """Return whether these are valid headers of an HTTP/2 request (RFC 9113, 8.2 and 8.3)."""
+    """True if these are valid headers of an HTTP/2 request (RFC 9113, 8.2 and 8.3)."""
     return (
         ":method" in headers
         and ":scheme" in headers

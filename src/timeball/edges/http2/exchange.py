@@ -178,7 +178,8 @@ class Exchange(Stream):
     def _read(self) -> None:
         """Decode the next message if it has arrived completely, and start the call or pass the request to its handler.
 
-        Otherwise let the client send the rest of the message.
+        Otherwise let the client send the missing bytes of the message. Fails the call if its client has ended its side
+        within the message.
         """
         if not self._message_bytes and not self._read_prefix():
             return
@@ -220,9 +221,9 @@ class Exchange(Stream):
         return self._reserve(bytes_max if is_compressed else size_bytes)
 
     def _ended(self) -> None:
-        """Handle the end of the client's side when the prefix of no further message is complete.
+        """Handle the end of the client's side. The prefix of a further message has not arrived completely.
 
-        In a stream of requests, wake the handler. Otherwise the call fails.
+        In a stream of requests that ends between two messages, wake the handler. Otherwise fail the call.
         """
         if self._held_bytes or not self.method.takes_stream:
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
@@ -230,7 +231,10 @@ class Exchange(Stream):
             self._wake()
 
     def _reserve(self, size_bytes: int) -> bool:
-        """Reserve memory for a request. Returns False if it must wait for memory, or if the call has failed."""
+        """Reserve memory for a request. Returns False if it must wait for memory, or if the call has failed.
+
+        After a wait, `_on_granted` is called. The call fails if WAITING_MAX calls wait already.
+        """
         received = self._limits.received
         if received.reserve(self.call.peer, size_bytes, self._on_granted):
             self._counted_bytes = size_bytes
@@ -258,7 +262,10 @@ class Exchange(Stream):
             self._read()
 
     def _cut(self) -> tuple[bool, list[Payload]]:
-        """Remove the complete message from `_parts`. Returns whether it is compressed, and its parts without prefix."""
+        """Remove the first message, which is complete, from `_parts`.
+
+        Returns whether it is compressed, and its parts without the prefix.
+        """
         parts, remaining_bytes = self._parts, self._message_bytes
         self._held_bytes -= remaining_bytes
         is_compressed = bool(parts[0][0])
@@ -303,7 +310,10 @@ class Exchange(Stream):
             return None
 
     async def _requests(self) -> AsyncIterator[Any]:
-        """Yield the requests of a stream. While the handler works on a request, no further request is read."""
+        """Yield the requests of a stream. While the handler works on a request, no further request is decoded.
+
+        Raises CancelledError if the next message is no request.
+        """
         while True:
             if self._request is not None:
                 yield self._request
@@ -396,7 +406,7 @@ class Exchange(Stream):
         self._stop()
 
     def check(self, now_s: float) -> None:
-        """End the call if a deadline has passed. See Stream."""
+        """Fail the call if the client's deadline, READ_S or TAKEN_S has passed. See Stream."""
         if self.deadline_s is not None and now_s > self.deadline_s:
             self.fail(GrpcStatus.DEADLINE_EXCEEDED, "the call's deadline has passed")
         elif self._since_s is not None and now_s - self._since_s > self.READ_S:
@@ -434,7 +444,7 @@ class Exchange(Stream):
         task.cancel()
 
     def _free_memory(self) -> None:
-        """Give back the memory of a request, or stop waiting for it."""
+        """Give back the memory of a request, and stop waiting for memory."""
         if self._asked_bytes:
             self._limits.received.withdraw(self.call.peer, self._on_granted)
         self._limits.received.remove(self.call.peer, self._counted_bytes)

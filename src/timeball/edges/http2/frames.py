@@ -106,7 +106,10 @@ class FrameReader:
         return frames
 
     def _read(self, data: bytes, frames: list[Frame]) -> None:
-        """Append the frames that `data` completes to `frames`, also those in front of a BrokenRule that is raised."""
+        """Append the frames that `data` completes to `frames`.
+
+        Raises BrokenRule for invalid bytes. The frames in front of them have been appended then.
+        """
         at = 0  # where the next frame begins in `data`
         if self._rest is not None:
             at = self._read_rest(self._rest, data, frames)
@@ -165,7 +168,7 @@ def settings(values: dict[int, int]) -> bytes:
 
 
 def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Yield each setting and its value from the payload of a SETTINGS frame. Raises BrokenRule."""
+    """Return an iterator over (setting, value) in the payload of a SETTINGS frame. Raises BrokenRule at the call."""
     if len(payload) % _SETTING.size:
         raise BrokenRule(Fault.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     return _SETTING.iter_unpack(payload)
@@ -194,7 +197,7 @@ def read_31_bits(payload: bytes) -> int:
 
 
 def stream_dependency(flags: int, payload: bytes) -> int:
-    """Decode the stream on which the stream of a PRIORITY, or of HEADERS with a priority, depends."""
+    """Decode the number of the stream on which the stream of a PRIORITY, or of HEADERS with a priority, depends."""
     at = 1 if flags & PADDED else 0
     return int.from_bytes(payload[at : at + 4], "big") & LAST_STREAM
 
@@ -218,12 +221,19 @@ _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
 def literal(name: str, value: str) -> bytes:
-    """Encode a header field as an HPACK literal that the peer does not add to its table."""
+    """Encode a header field as an HPACK literal that the peer does not add to its dynamic table.
+
+    Layout: a byte 0, then name and value as texts (RFC 7541, 6.2.2).
+    """
     return b"\x00" + _text(name) + _text(value)
 
 
 def _text(text: str) -> bytes:
-    """Encode an HPACK string without Huffman coding. A length of 127 or more continues in bytes of 7 bits each."""
+    """Encode an HPACK string without Huffman coding (RFC 7541, 5.1 and 5.2): the length in bytes, then the text.
+
+    A length below 127 is one byte. Otherwise, the byte 127 comes first, then the length minus 127 in bytes of 7 bits
+    each, the lowest first. The highest bit of each byte but the last is set.
+    """
     data = text.encode("latin-1")
     rest, size = len(data) - 127, b""
     if rest < 0:
@@ -239,7 +249,7 @@ TRAILERS_OK = literal("grpc-status", "0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """Encode the trailers of a call that ends with this gRPC status and message."""
+    """Encode the header block of the trailers of a call that ends with this gRPC status and message."""
     return literal("grpc-status", str(status)) + literal("grpc-message", quote(message, safe=_PRINTABLE))
 
 

@@ -1,13 +1,20 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, annotation_typing=False
 """An HPACK decoder (RFC 7541), for the header blocks of requests.
 
-    field    1 index | 01 index or name, value: kept | 0000, 0001 the same: not kept | 001 size of the table
-    text     a bit for Huffman's code, length, bytes
-    number   the rest of its first byte, or bytes of seven bits each behind it
+The first bits of each entry of a block tell its kind:
 
-"Kept" fields are inserted into the dynamic table. A block is decoded to a dict with the first value of each name,
-because Timeball uses nothing else. `is_malformed` tells whether its names break a rule of requests (RFC 9113, 8.2 and
-8.3): an uppercase letter, or a pseudo-header that is unknown, sent twice, or behind another field.
+    1             a field of the static or dynamic table, by its index (7 bits)
+    01            a field that is inserted into the dynamic table: the index of its name (6 bits) or 0 and the name as
+                  text, then the value as text
+    0000, 0001    a field that is not inserted, in the same form (index of 4 bits)
+    001           a new maximum size of the dynamic table (5 bits), in front of all fields
+
+    text          a bit for Huffman's code, length (7 bits), bytes
+    number        the lower bits of its first byte. If they are all ones, bytes with seven further bits each follow
+
+A block is decoded to a dict with the first value of each name, because Timeball uses nothing else. `is_malformed` tells
+whether its names break a rule of requests (RFC 9113, 8.2 and 8.3): an uppercase letter, or a pseudo-header that is
+unknown, sent twice, or behind another field.
 
 If the build has a C compiler, it compiles this module with the types of hpack_decoder.pxd. Otherwise Python interprets
 it, which takes four to ten times as long.
@@ -61,7 +68,10 @@ class HpackDecoder:
         self.is_malformed = False  # of the block that was decoded last
 
     def decode(self, data: bytes) -> tuple[Headers, int]:
-        """Return the first value of each name, and the size of all fields in bytes. Raises BrokenRule."""
+        """Decode one block. Returns the first value by name, and the size of all fields in bytes. Raises BrokenRule.
+
+        The size of a field is the size of its name and value, plus FIELD_BYTES (RFC 7541, 4.1).
+        """
         self._data, self._at, self._end, self.is_malformed = data, 0, len(data), False
         try:
             return self._read_block()
@@ -71,6 +81,7 @@ class HpackDecoder:
             self._data = b""
 
     def _read_block(self) -> tuple[Headers, int]:
+        """Decode the entries of the block in `_data`, as `decode` does. Also raises UnicodeDecodeError."""
         headers: Headers = {}
         total_bytes, has_regular_field = 0, False
         while self._at < self._end:
@@ -109,7 +120,10 @@ class HpackDecoder:
         return headers, total_bytes
 
     def _field(self, index: int) -> tuple[str, str, int]:
-        """Find a field by its index: in the static table up to STATIC, above it in the dynamic table."""
+        """Find a field by its index, from 1: in the static table up to STATIC, above it in the dynamic table.
+
+        STATIC + 1 is the newest field. Returns (name, value, size). Raises BrokenRule if there is no such field.
+        """
         if 0 < index <= STATIC:
             return STATIC_TABLE[index - 1]
         at = len(self._table) + STATIC - index
@@ -124,6 +138,7 @@ class HpackDecoder:
         self._evict()
 
     def _resize(self, bytes_max: int) -> None:
+        """Set the maximum size of the dynamic table. Raises BrokenRule above TABLE_BYTES_MAX."""
         if bytes_max > TABLE_BYTES_MAX:
             raise invalid_block("a table size above the limit")
         self._table_bytes_max = bytes_max
@@ -141,7 +156,8 @@ class HpackDecoder:
     def _read_number(self, bits: int) -> int:
         """Decode a number whose prefix is the lower `bits` of the next byte (RFC 7541, 5.1).
 
-        The caller has checked that there is a next byte.
+        The caller has checked that there is a next byte. Raises BrokenRule if the number does not end in the block, or
+        has more than four further bytes.
         """
         prefix_max = (1 << bits) - 1
         value = self._data[self._at] & prefix_max
@@ -159,7 +175,7 @@ class HpackDecoder:
         raise invalid_block("an integer that does not end")
 
     def _read_text(self) -> str:
-        """Decode a text, and store its decoded size."""
+        """Decode a text, and store its decoded size in `_text_bytes`. Raises BrokenRule and UnicodeDecodeError."""
         if self._at >= self._end:
             raise invalid_block("a field that does not end")
         is_huffman = self._data[self._at] & 0x80
@@ -174,7 +190,10 @@ class HpackDecoder:
         return self._data[begin : self._at].decode()
 
     def _decode_huffman(self, begin: int) -> str:
-        """Decode the Huffman-coded text from `begin` to `_at`, and store its decoded size."""
+        """Decode the Huffman-coded text from `begin` to `_at`, and store its decoded size in `_text_bytes`.
+
+        Each half byte is one step of the automaton of `build_automaton`. Raises BrokenRule and UnicodeDecodeError.
+        """
         data, following, symbols, emits = self._data, NEXT, SYMBOLS, EMITS  # pointers, if compiled
         buffer = bytearray(8 * (self._at - begin) // CODE_BITS_MIN + 1)
         out, size, state, seen = buffer, 0, 0, 0
@@ -217,9 +236,13 @@ EMITTED, FAILS = 1, 2  # FAILS: the symbol is EOS, which no text may contain
 def build_automaton() -> tuple[bytes, bytes, bytes, bytes]:
     """Build the automaton that decodes four bits at a time.
 
-    A state is an inner node of the code's tree, 0 its root. Four bits complete one symbol at most, since a code has
-    at least five. For each state and each value of the bits: the next state, the symbol, and whether there is one.
-    For each state: whether a text may end there, behind less than a byte of ones (RFC 7541, 5.2).
+    A state is an inner node of the code's tree, 0 its root. Four bits complete one symbol at most, because a code has
+    at least five. A step is `state << 4 | bits`. Returns four tables:
+
+        next state    by step
+        symbol        by step, if the step completes one
+        emits         by step: 0 without a symbol, EMITTED, or FAILS for the symbol EOS
+        ends          by state: 1 if a text may end there, which is behind fewer than eight ones (RFC 7541, 5.2)
     """
     children = [[0, 0]]  # for each state, by a bit: the next state, or ~symbol
     code = 0

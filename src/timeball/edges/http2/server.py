@@ -153,9 +153,9 @@ class Server:
         now_s: float,
         is_half_closed: bool,
     ) -> Stream | None:
-        """Create and begin the call of a new stream. Returns None if the call was refused with an answer.
+        """Create and begin the call of a new stream. Returns None if it has ended already: refused with an answer.
 
-        `size_bytes` is the size of the headers.
+        `size_bytes` is the size of the headers. A request that is no gRPC call becomes a `NotGrpc`.
         """
         if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
             "application/grpc"
@@ -199,13 +199,16 @@ class NotGrpc(Stream):
         self._is_answered, self._since_s = False, now_s
 
     def begin(self) -> Stream | None:
-        """Answer a request without DATA. Returns None if the stream has ended."""
+        """Answer now if the request has no body. Returns None if the stream has ended by that."""
         if self.is_half_closed:
             self.received(b"")
         return self if not self._is_answered or self.has_unsent else None
 
     def received(self, payload: Payload) -> None:
-        """Count DATA, and answer at its end, or when the window is half used up. See Stream."""
+        """Count DATA, and answer at its end, or when the window is half used up. See Stream.
+
+        A body that does not have its stated length resets the stream (RFC 9113, 8.1.1).
+        """
         if self._is_answered:
             return
         if self._rest_bytes is not None:
@@ -217,6 +220,7 @@ class NotGrpc(Stream):
             self._answer()
 
     def _answer(self) -> None:
+        """Answer with status 415: headers, text, trailers."""
         self._is_answered = True
         self.streams.write(frame(HEADERS, END_HEADERS, self.number, _NOT_GRPC))
         self.send(_NOT_GRPC_TEXT)

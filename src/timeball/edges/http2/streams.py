@@ -73,6 +73,7 @@ class Flushes:
         self._pending.append(streams)
 
     def _flush(self) -> None:
+        """Flush the collected connections. A failure of one is logged."""
         pending, self._pending = self._pending, []
         for streams in pending:
             try:
@@ -172,13 +173,14 @@ class Streams:
         self._close_stream(stream)
 
     def _close_stream(self, stream: Stream) -> None:
+        """Forget a stream whose last frame is written. A client that has not ended its side gets RST_STREAM."""
         if not stream.is_half_closed:
             self.write(rst_stream(stream.number, Fault.NO_ERROR))
             self.remember_closed(stream.number)
         self.forget(stream.number)
 
     def reset(self, stream: Stream, fault: Fault) -> None:
-        """End a stream with RST_STREAM, because its client does not read its DATA."""
+        """End a stream with RST_STREAM and this error code, and forget it."""
         self.write(rst_stream(stream.number, fault))
         if not stream.is_half_closed:
             self.remember_closed(stream.number)
@@ -191,7 +193,7 @@ class Streams:
             del self._closed_early[next(iter(self._closed_early))]
 
     def accepts_late_frame(self, number: int, *, is_last: bool) -> bool:
-        """Return whether a frame for this closed stream is legal, because the server ended the stream first.
+        """True if a frame for this closed stream is legal, because the server ended the stream first.
 
         If the frame ends the client's side (`is_last`), the stream is forgotten, and a further frame is illegal.
         """
@@ -234,7 +236,10 @@ class Streams:
             transport.pause_reading()
 
     def resume(self, streams: dict[int, Stream]) -> None:
-        """Let each of these blocked streams send. A stream that blocks again goes to the end of its dict."""
+        """Let each of these blocked streams send. `streams` is one of the three dicts.
+
+        A stream that is blocked again goes to the end of the dict of its reason.
+        """
         for number in list(streams):
             stream = streams.pop(number, None)
             if stream is not None:
@@ -366,9 +371,10 @@ class Stream:
         await self._drained
 
     def move(self) -> None:
-        """Send as much unsent DATA as windows and socket allow, and register the stream as blocked if some is left.
+        """Send as much unsent DATA as windows and socket allow.
 
-        After the last DATA, send the trailers or wake the coroutine in `sent`.
+        If some is left, add the stream to the dict of `Streams` for the reason. After the last DATA, send the trailers
+        or wake the coroutine in `sent`.
         """
         streams, unsent = self.streams, self._unsent
         while unsent:
