@@ -179,7 +179,7 @@ def released_messages(rows: pa.RecordBatch) -> list[ReleasedMessage]:
 
 
 def show_message(message: MessagePlace) -> Place:
-    """Build the answer that shows the state and location of a message."""
+    """Build the answer that shows the state and location of a message, and its content if the caller may see it."""
     place = Place(
         state=message.state, seq=message.seq, topic=message.topic, queue_id=message.queue_id,
         queue_offset=message.queue_offset, at_ms=message.at_ms, due_ms=message.due_ms,
@@ -245,6 +245,7 @@ def show_campaign(campaign: Campaign) -> CampaignShown:
 
 
 def _show_dead_letter(row: DeadLetterRow) -> DeadLetter:
+    """Build the answer that shows a dead letter. Its body is shown as text or base64."""
     fields = {
         name: value
         for name, value in msgspec.structs.asdict(row).items()
@@ -317,8 +318,8 @@ def format_event_id(offsets: Sequence[int]) -> bytes:
 def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> tuple[bytes, tuple[int, ...] | None]:
     """Encode rows in READ_SCHEMA as events, each with the position after it.
 
-    `offsets` is the position before the first row. Returns None as the position after all rows. If the events exceed
-    EVENTS_BYTES_MAX, those that follow are left out, and the result is the position before them.
+    `offsets` is the position before the first row. Returns the events, and None if all rows are in them. If the events
+    exceed EVENTS_BYTES_MAX, the following rows are left out, and the second value is the position before those.
     """
     position, encoded, free_bytes = list(offsets), list[bytes](), EVENTS_BYTES_MAX
     for values in zip(*(rows.column(name).to_pylist() for name in _COLUMNS), strict=True):
@@ -401,7 +402,10 @@ class Forecast(msgspec.Struct, omit_defaults=True):
 
 
 def parse_page_query(query: Mapping[str, str]) -> PageRequest:
-    """Parse the query for a page of pending messages. Raises InvalidMessage, InvalidDelay and OutOfRange."""
+    """Parse the query for a page of pending messages. Raises InvalidMessage, InvalidDelay and OutOfRange.
+
+    Only the form of `max` is checked here. The broker checks its range.
+    """
     rows = query.get("max", str(PAGE_ROWS))
     if not (rows.isascii() and rows.isdecimal() and len(rows) < 9):
         raise OutOfRange(f"max={rows[:20]}: 1 to {limits.LISTED_ROWS_MAX}")
@@ -445,7 +449,7 @@ def page_answer(page: PendingPage) -> WaitingPage:
 
 
 def forecast_answer(counted: DueCounts) -> Forecast:
-    """Build the answer for a forecast."""
+    """Build the answer for a forecast. A bucket is in it if messages or occurrences are due in it."""
     due, recurring = dict(counted.buckets), dict(counted.recurring)
     buckets = [Bucket(ms, due.get(ms, 0), recurring.get(ms, 0)) for ms in sorted({*due, *recurring})]
     return Forecast(

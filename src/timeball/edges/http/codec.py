@@ -73,7 +73,10 @@ encode = msgspec.json.Encoder().encode
 
 
 def check_content_type(content_type: str, *known: str) -> str:
-    """Parse the media type of a request's body. Raises Refused (415) if it is not in `known`, or not in UTF-8."""
+    """Read the media type from the header `content-type`, without parameters and in lower case.
+
+    Raises Refused (415) if the type is not in `known`, or has another parameter than the charset UTF-8.
+    """
     name, semicolon, rest = content_type.partition(";")
     name = name.strip().lower()
     if name not in known or (semicolon and not _CHARSET.fullmatch(semicolon + rest)):
@@ -127,9 +130,9 @@ def decoding_error(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage
 def due_and_delay_ms(
     at: At | msgspec.UnsetType, after: str | msgspec.UnsetType
 ) -> tuple[int | None, int | None]:
-    """Parse a due time and a delay to (due_ms, delay_ms), with None for a missing value.
+    """Parse a due time or a delay to (due_ms, delay_ms), with None for a missing value.
 
-    Raises InvalidDelay if both are given, or one is invalid.
+    Raises InvalidDelay if both are given, or if the value is invalid.
     """
     if at is not msgspec.UNSET and after is not msgspec.UNSET:
         raise InvalidDelay(f"at={at} and after={after} name two due times; give one of them")
@@ -151,10 +154,10 @@ def _second_text(second: int) -> str:
     return (_EPOCH + timedelta(seconds=second)).isoformat(timespec="seconds").removesuffix("+00:00")
 
 
-def lease_ms(lease: str, min_ms: int = 1) -> int:
+def parse_lease(lease: str, min_ms: int = 1) -> int:
     """Parse the duration of a lease to milliseconds.
 
-    Raises InvalidDelay, and OutOfRange beyond the limits of a lease.
+    Raises InvalidDelay, and OutOfRange below `min_ms` or above INVISIBLE_MS_MAX.
     """
     duration_ms = time_parsing.delay_ms(lease, "lease")
     if not min_ms <= duration_ms <= limits.INVISIBLE_MS_MAX:
@@ -162,7 +165,7 @@ def lease_ms(lease: str, min_ms: int = 1) -> int:
     return duration_ms
 
 
-def start_ms(text: str) -> int:
+def parse_start(text: str) -> int:
     """Parse the start of a new group: 0 for `earliest`, END for `latest`, else a time in milliseconds since 1970 UTC.
 
     Raises InvalidMessage.
@@ -197,14 +200,15 @@ class LeasedEncoder:
     """
 
     def __init__(self) -> None:
-        # The last small messages, without the receipt. By topic too, because a retry topic can be requested by itself.
+        # The last small messages, from the end of the receipt on, by requested topic and sequence number. A message of
+        # a retry topic can be requested by that topic or by the original one, and shows the requested topic.
         self._encoded: dict[tuple[str, int], bytes] = {}
 
     def encode(self, rows: ReadRows, topic: str, receipts: Sequence[str]) -> list[bytes]:
         """Encode the rows of a receive. `receipts` has the receipt of each row.
 
-        Returns fewer messages than rows if they exceed LEASED_BYTES_MAX: at least one, and those that follow are left
-        out. `topic` is the requested topic; some rows may come from the group's retry topic.
+        The result ends with the message that brings it above LEASED_BYTES_MAX, so it may have fewer messages than rows.
+        `topic` is the requested topic. Some rows may come from the group's retry topic.
         """
         encoded, free_bytes = list[bytes](), LEASED_BYTES_MAX
         for receipt, message in zip(receipts, self._messages(rows, topic), strict=True):
@@ -215,17 +219,20 @@ class LeasedEncoder:
         return encoded
 
     def _messages(self, rows: ReadRows, topic: str) -> Iterator[bytes]:
-        """Encode the rows one at a time, without their receipts."""
+        """Yield the encoded rows, each from the end of its receipt on."""
         if isinstance(rows, NumberedRows):
-            # Rows as values are as the log has them, so the number identifies the whole message.
+            # Rows as values are as the log has them, so the sequence number (`row[0]`) identifies the whole message.
             for row in rows.values:
-                yield self._encoded.get((topic, row[0])) or self._keep(topic, row[0], _LEASED_VALUES(row))
+                yield self._encoded.get((topic, row[0])) or self._encode_new(
+                    topic, row[0], _LEASED_VALUES(row)
+                )
         else:
             columns = (rows.column(name).to_pylist() for name in _LEASED_COLUMNS)
             for values in zip(*columns, strict=True):
                 yield _encode_leased(values, topic)
 
-    def _keep(self, topic: str, seq: int, row: Sequence[Any]) -> bytes:
+    def _encode_new(self, topic: str, seq: int, row: Sequence[Any]) -> bytes:
+        """Encode a message, and keep it if it is small. It replaces the oldest one if _KEPT_MAX are kept."""
         encoded = _encode_leased(row, topic)
         if len(encoded) <= _KEPT_BYTES_MAX:
             if len(self._encoded) >= _KEPT_MAX:
@@ -239,7 +246,7 @@ def _with_receipt(receipt: str, encoded: bytes) -> bytes:
 
 
 def _encode_leased(row: Sequence[Any], topic: str) -> bytes:
-    """Encode a message, from the end of its receipt on. `row` has the values of _LEASED_COLUMNS."""
+    """Encode a message as `Leased`, from the end of its receipt on. `row` has the values of _LEASED_COLUMNS."""
     (
         seq, queue, offset, store_ms, reconsume_times, unique_key, body, tag, keys, properties, due_ms, accepted_ms,
         source_seq, sys_flag,
@@ -256,9 +263,9 @@ def _encode_leased(row: Sequence[Any], topic: str) -> bytes:
 
 
 def body_fields(first_bytes: bytes, size_bytes: int) -> dict[str, Any]:
-    """Build the fields that show the first bytes of a body: as text, or as base64 if they are not UTF-8.
+    """Build the fields that show the first bytes of a body: `body` as text, or `base64` if they are not UTF-8.
 
-    `size_bytes` is the size of the whole body.
+    `size_bytes` is the size of the whole body. If only a part is shown, `body_cut` is true.
     """
     is_cut = len(first_bytes) < size_bytes
     fields: dict[str, Any] = {"size_bytes": size_bytes} | ({"body_cut": True} if is_cut else {})
@@ -296,9 +303,9 @@ class Answer(NamedTuple):
 
 
 def problem(status: int, code: str, detail: str, *, allow: str = "", **members: Any) -> Answer:
-    """Build an answer with a problem document. `members` are additional members of the document.
+    """Build an answer with a problem document (RFC 9457). `members` are additional members of the document.
 
-    `allow` is the value of the header Allow.
+    `allow` is the value of the header Allow. 401 also gets WWW-Authenticate, 429 and 503 get Retry-After.
     """
     headers: tuple[tuple[bytes, bytes], ...] = ((b"allow", allow.encode()),) if allow else ()
     if status == 401:
@@ -317,7 +324,7 @@ def problem(status: int, code: str, detail: str, *, allow: str = "", **members: 
 
 
 def problem_of(error: BaseException) -> Answer:
-    """Build the answer for an error. Of an internal fault, it only contains the name."""
+    """Build the answer for an error. For an internal fault, the answer contains only the name of its class."""
     if isinstance(error, Refused):
         return problem(error.protocol_code, "bad_request", sentence(error))
     if not isinstance(error, TimeballError):

@@ -154,7 +154,7 @@ class HttpConnection(HttpToolsProtocol):
         self._start_head_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the time limits."""
+        """Cancel the time limits, and tell the started request that its client has disconnected."""
         self._cancel_head_deadline()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
@@ -179,7 +179,10 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
+        """Parse received bytes, and start the first request that waits.
+
+        Refuses invalid bytes, and heads and trailers that are too large.
+        """
         if self._is_invalid:
             return
         if not self._first_bytes:
@@ -209,9 +212,10 @@ class HttpConnection(HttpToolsProtocol):
             self._start_head_deadline()
 
     def _parse(self, data: bytes | memoryview) -> None:
-        """Pass received bytes to the parser. Requests for another protocol are served as plain ones (RFC 9110, 7.8).
+        """Pass received bytes to the parser. Raises HttpParserError.
 
-        The parser ends such a request behind its head, so it gets that head again without `Upgrade`.
+        Requests with `Upgrade` are served as if they had no such header (RFC 9110, 7.8). The parser stops behind the
+        head of such a request, so a new parser gets the head again without the header, and then the remaining bytes.
         """
         while data:
             try:
@@ -220,7 +224,7 @@ class HttpConnection(HttpToolsProtocol):
                 if self.parser.get_method() == b"CONNECT":  # has no body, but a tunnel
                     raise HttpParserError("CONNECT is not supported") from None
                 head = self._head_without_upgrade()
-                # The former one parses nothing more if the head has `Connection: close`.
+                # The old parser parses nothing more if the head has `Connection: close`.
                 self.parser = HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
@@ -229,22 +233,23 @@ class HttpConnection(HttpToolsProtocol):
                 return
 
     def _head_without_upgrade(self) -> bytes:
-        """Build the head of the newest request anew."""
+        """Build the head of the newest request again, without the header Upgrade."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol.
+        """Refuse an invalid request with status 400 and the text `msg`, and close the connection.
 
-        Behind other requests, there is no answer to it: the connection closes after their answers.
+        If earlier requests wait for their answers, the invalid one gets none: the connection closes after those
+        answers. If the client speaks another protocol, log the name of that protocol.
         """
         if protocol_of(self._first_bytes) != "HTTP/1":
             peer = self.client[0] if self.client else ""
             WRONG_PROTOCOLS.note("http", self._first_bytes, peer, self.loop.time())
         if self.waiting and self.cycle.more_body:
-            self.waiting.pop()  # the invalid one: its body is broken
+            self.waiting.pop()  # the invalid request itself: a part of its body is invalid
         last = self.waiting[-1][0] if self.waiting else self._serving
         if last is None or (last.more_body and not last.response_started):
             super().send_400_response(msg)
@@ -255,7 +260,7 @@ class HttpConnection(HttpToolsProtocol):
     # -- events of the parser ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Begin a head. Called for the first byte of a request."""
         self.url, self.headers, self.expect_100_continue = b"", [], False
         self._idle_since_s = None  # only here: empty lines between requests are no requests
         if not self._is_in_head:
@@ -267,7 +272,7 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Build the state of a request. Its body has separate limits. Raises _HeadTooLarge."""
+        """Build the state of a request, and add it to the requests that wait. Raises _HeadTooLarge."""
         if self.parser.should_upgrade():
             return  # the head comes again
         # The exact size costs a loop. Nearly every head comes in one small piece, and needs none.
@@ -308,7 +313,7 @@ class HttpConnection(HttpToolsProtocol):
                 self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
-        """End a request."""
+        """Note that the body of a request is complete, and start the request if no other one is served."""
         if self.parser.should_upgrade():
             return
         exchange = self.cycle
@@ -345,6 +350,7 @@ class HttpConnection(HttpToolsProtocol):
         task.add_done_callback(self.tasks.discard)  # also of a task that is cancelled before its first step
 
     async def _serve(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        """Run the handler of a request, and close the connection without an answer if it fails or is cancelled."""
         try:
             await work
         except BaseException:  # such as a cancel at a stop, or a client that does not read

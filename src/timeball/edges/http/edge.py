@@ -184,7 +184,7 @@ class HttpEdge:
         self._server = None
 
     def _build_paths(self) -> PathTable:
-        """Build the endpoints of all paths. Takes milliseconds, so a broker without the port leaves it out."""
+        """Build the endpoints of all paths. This takes milliseconds, so a broker without the port does not do it."""
         handlers = self._collect_routes()
         open_paths = handlers.open_paths | Dashboard().open_paths
         return PathTable(

@@ -91,7 +91,7 @@ class Exchange(RequestResponseCycle):
             self.message_event.set()
 
     def take_body(self) -> bytes:
-        """Take the whole body, which has been received. The next event of `receive` is the disconnect."""
+        """Take the whole body, which must have been received. The next event of `receive` is the disconnect."""
         # A large body has paused the reading.
         self.flow.resume_reading()
         data, self.body, self.is_body_read = bytes(self.body), b"", True
@@ -111,10 +111,10 @@ class Exchange(RequestResponseCycle):
         return True
 
     def write(self, answer: Answer) -> int:
-        """Write an answer at once, head and body together. The client must be able to take it (`flow.write_paused`).
+        """Write an answer at once, head and body together. `flow.write_paused` must be false.
 
-        Returns the number of bytes of the body.
-        uvicorn's `send` does the same in two events, and checks headers that do not come from Timeball.
+        Returns the number of bytes of the body that was written, 0 if the client has disconnected. uvicorn's `send`
+        does the same in two events, and checks headers that do not come from Timeball.
         """
         if self.disconnected:
             return 0
@@ -137,7 +137,7 @@ class Exchange(RequestResponseCycle):
 
 @lru_cache(64)
 def _first_lines(status: int, media_type: str) -> bytes:
-    """Build the lines that are equal in all answers of this kind."""
+    """Build the status line and the headers that are equal in all answers with this status and media type."""
     return STATUS_LINE[status] + (
         f"content-type: {media_type}\r\ncache-control: no-store\r\nx-content-type-options: nosniff\r\n".encode()
     )

@@ -48,7 +48,7 @@ class RecoveryResponder:
         self._settings, self._security = settings, security
         self._listening: socket.socket | None = None
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open = 0  # connections
 
     async def start(self) -> None:
         """Begin to answer, unless there is no HTTP port. Raises SetupError when the port is taken."""
@@ -63,7 +63,7 @@ class RecoveryResponder:
         )  # fmt: skip
 
     def hand_over(self) -> socket.socket | None:
-        """Stop answering, and return the listening socket. None if there is no HTTP port."""
+        """Stop answering, and return the socket, which still listens. None if there is no HTTP port."""
         if self._server is not None:
             self._server.close()
         listening, self._server, self._listening = self._listening, None, None

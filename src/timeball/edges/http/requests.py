@@ -43,7 +43,7 @@ from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.addresses import host_names
 from timeball.model.config import Settings
-from timeball.model.errors import Forbidden, OutOfRange, OverLimit, RequestError
+from timeball.model.errors import Forbidden, InvalidMessage, OutOfRange, OverLimit, RequestError
 from timeball.model.rules import valid
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Stream(NamedTuple):
 
 
 class Call:
-    """One request. `caller` is set once the credentials are checked.
+    """One request.
 
     `path` has the parameters in the path, and `query` those of the query string. `peer` is the client's address.
     """
@@ -81,13 +81,13 @@ class Call:
         self.exchange, self._request_limits = exchange, request_limits
         self.headers, self.peer = exchange.headers, exchange.peer
         _, self.query, self.path = exchange.target
-        self.caller: Caller
+        self.caller: Caller  # set when the credentials were checked
         self.account = ""  # the account that the request counts for, once it is known
-        self.held_bytes = 0
+        self.held_bytes = 0  # reserved in `RequestLimits.received` for the body
         self.is_answered = False
 
     def take_body(self) -> bytes | None:
-        """Take the body, if all of it has come and there is room for it, else None. Raises Refused (413)."""
+        """Take the body if it has come and its bytes can be reserved at once, else None. Raises Refused (413)."""
         exchange = self.exchange
         if exchange.more_body or exchange.disconnected:
             return None
@@ -101,7 +101,7 @@ class Call:
         return data
 
     def _claimed_bytes(self) -> int:
-        """Compute the size of the body from the headers, or the largest size. Raises Refused (413)."""
+        """Read the size of the body from the headers. Without it, use the largest size. Raises Refused (413)."""
         # A request with neither header has no body.
         length = self.headers.get("content-length", "" if "transfer-encoding" in self.headers else "0")
         claimed_bytes = int(length) if length.isdecimal() and len(length) < 20 else BODY_BYTES_MAX
@@ -112,7 +112,7 @@ class Call:
         return claimed_bytes
 
     async def read_body(self) -> bytes:
-        """Read the body. Raises Refused (408, 413), ClientDisconnected and OverLimit."""
+        """Wait for the body, and read it. Raises Refused (408, 413), ClientDisconnected and OverLimit."""
         data = self.take_body()
         if data is not None:
             return data
@@ -171,6 +171,7 @@ class ClientDisconnected(Exception):
     """The client has disconnected before its answer."""
 
 
+# Raises the errors of the broker's verbs, for which `Endpoint` sends problem documents.
 Handler = Callable[[Call], Awaitable[Answer | Stream]]
 Respond = Callable[[Answer | BaseException], None]
 
@@ -230,12 +231,20 @@ async def check_no_body(
         decode(Nothing, data)
 
 
-def parse_row_count(call: Call, default: int, rows_max: int) -> int:
-    """Parse the query parameter `max`, the number of rows of a page. Raises OutOfRange."""
-    text = call.query.get("max", str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= rows_max):
-        raise OutOfRange(f"max={text[:20]}: 1 to {rows_max}")
+def parse_count(call: Call, name: str, default: int, count_max: int) -> int:
+    """Parse the query parameter `name`, a number from 1 to `count_max`. Raises OutOfRange."""
+    text = call.query.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= count_max):
+        raise OutOfRange(f"{name}={text[:20]}: 1 to {count_max}")
     return int(text)
+
+
+def parse_group(call: Call) -> str:
+    """Read the consumer group from the query. Raises InvalidMessage if it is missing."""
+    group = call.query.get("group")
+    if not group:
+        raise InvalidMessage("group: name the consumer group, as in ?group=workers")
+    return group
 
 
 class Endpoint:
@@ -270,7 +279,7 @@ class Endpoint:
         self._needs_no_account = is_open
 
     def start(self, exchange: Exchange, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """Serve one request: check it, call its handler, and send the answer or a problem document.
+        """Serve one request: check it, call its handler, and send the answer or a problem document. Raises nothing.
 
         `run` starts a task, which most handlers need.
         """
@@ -346,7 +355,10 @@ class Endpoint:
     def _respond(
         self, call: Call, run: Callable[[Coroutine[Any, Any, None]], None], outcome: Answer | BaseException
     ) -> None:
-        """Send the answer of a direct handler. Does nothing if the request has one already."""
+        """Send the answer of a direct handler, or the problem document for its error.
+
+        Does nothing if the request has its answer already.
+        """
         if call.is_answered:
             return
         self._end(call)
@@ -357,7 +369,10 @@ class Endpoint:
             run(self._wait_until_read(call, unread_bytes))
 
     def _write(self, call: Call, answer: Answer) -> int:
-        """Write an answer to a client that reads. Returns its size, or 0 if the system took most of it at once."""
+        """Write an answer to a client that reads.
+
+        Returns the size of its body if the client must read first, or 0 if the system took most of the bytes at once.
+        """
         try:
             size_bytes = call.exchange.write(answer)
         except Exception as error:  # an answer that cannot be encoded, and the client waits for one
@@ -374,6 +389,7 @@ class Endpoint:
             sent.remove(exchange.peer, size_bytes)
 
     def _problem_of(self, call: Call, error: BaseException) -> Answer:
+        """Log an error of a request, and build its answer."""
         exchange = call.exchange
         log_failure(logger, f"{exchange.method} {exchange.target.path[:200]!r}", error)
         return problem_of(error)
@@ -485,6 +501,7 @@ class PathTable:
         return self._found.get(url) or self._find(url)
 
     def _find(self, url: bytes) -> tuple[Target, Endpoint | None]:
+        """Parse a URL and compare its path with each template, and remember a short URL. See `find`."""
         parsed = parse_url(url)
         path = parsed.path.decode("ascii")
         if "%" in path:
@@ -574,6 +591,7 @@ class ForeignPageCheck:
         )
 
     def _is_known_host(self, host: str) -> bool:
+        """True if the header `Host` is missing, or names an IP address, this machine, or a known name."""
         name = _host_name(host)
         # Browsers always send the header, so a request without it comes from another program.
         if not name or name == "localhost" or name.endswith(".localhost") or name in self._known_hosts:
@@ -589,6 +607,7 @@ def _host_name(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
+    """True for an IP address without brackets."""
     try:
         ip_address(name)
     except ValueError:

@@ -146,8 +146,10 @@ def decode_messages(
 ) -> DecodedSend:
     """Decode the messages of a send. Raises InvalidMessage, InvalidDelay and Refused (413).
 
-    With `now_ms`, delays may become due times, counted from it. With None, `keeps_delays` or without `may_use_rows`
-    they stay delays. With `keeps_delays`, a repeated send has the same content.
+    `ids` makes the missing ids. The messages become rows if `may_use_rows`, `now_ms` is given, and they are at most
+    SMALL_BATCH_ROWS, else columns. In rows, delays become due times that are counted from `now_ms`. With
+    `keeps_delays`, delays stay delays, so that a repeated send has the same content. The other `decode_…` functions
+    have the same parameters.
     """
     if content_type == ARROW:
         try:
@@ -167,7 +169,7 @@ def decode_messages(
         raise decoding_error(error, Message) from error
     if not messages:
         raise InvalidMessage("no message: send at least one")
-    return _decoded_send(
+    return _convert_messages(
         topic, messages, ids, now_ms, keeps_delays, is_single=is_single, may_use_rows=may_use_rows
     )
 
@@ -220,7 +222,7 @@ def decode_cloud_event(
             f"header '{PROPERTY_HEADER}{name[:80]}': also the attribute {name[:80]!r} of the CloudEvent"
         )
     message = _message_from_headers(headers, data, attributes["ce-id"], {**attributes, **properties})
-    return _decoded_send(
+    return _convert_messages(
         topic, [message], ids, now_ms, keeps_delays, is_single=True, may_use_rows=may_use_rows
     )
 
@@ -263,7 +265,7 @@ def decode_raw(
         None if quoted_id is None else unquote(quoted_id),
         _properties_from_headers(headers),
     )
-    return _decoded_send(
+    return _convert_messages(
         topic, [message], ids, now_ms, keeps_delays, is_single=True, may_use_rows=may_use_rows
     )
 
@@ -294,7 +296,10 @@ def _check_header_names(headers: Mapping[str, str]) -> None:
 def _message_from_headers(
     headers: Mapping[str, str], data: bytes, message_id: str | None, properties: dict[str, str]
 ) -> Message:
-    """Build a message from its body `data`, and from the headers that correspond to the fields of a JSON message."""
+    """Build a message from its body `data`, and from the headers that correspond to the fields of a JSON message.
+
+    Raises InvalidMessage and InvalidDelay for an unknown or old name of a header. The values are checked later.
+    """
     _check_header_names(headers)
     key, tag = headers.get(f"{HEADER}key"), headers.get(f"{HEADER}tag")
     unique_key = headers.get(f"{HEADER}unique-key")
@@ -315,7 +320,7 @@ def _message_from_headers(
         expires_at=headers.get(f"{HEADER}expires-at", msgspec.UNSET),
         expires_in=headers.get(f"{HEADER}expires-in", msgspec.UNSET),
         window=headers.get(f"{HEADER}window", msgspec.UNSET),
-        spread=cast(Spread | None, headers.get(f"{HEADER}spread")),  # `_window_ms` checks it
+        spread=cast(Spread | None, headers.get(f"{HEADER}spread")),  # `_parse_window` checks it
     )
 
 
@@ -330,13 +335,14 @@ def build_answer(
 ) -> Sent | SentMany | SentRows:
     """Build the answer to messages that are in the log from `first_seq` on, stored at `store_ms`.
 
-    `repeated` is only given for a send with an idempotency key or a unique key: the outcome, and the current states of
-    messages that were sent before. `pending` is the message that a send with a unique key has kept or replaced.
+    `repeated` is only given for a send with an idempotency key or a unique key: the outcome (`created`, `exists`, …),
+    and the current states of messages that were sent before. `pending` is the message that a send with a unique key
+    has kept or replaced. `durable`: the messages were synced to the disk.
     """
     outcome, states = repeated or (None, ())
     if sending.ids_and_times is None:
         counts = Counter(sent_state.state for sent_state in states)
-        past_due_counts = (0, 0) if states else _past_due(sending.rows, store_ms)
+        past_due_counts = (0, 0) if states else _count_past_due(sending.rows, store_ms)
         return SentRows(first_seq, sending.row_count, durable, outcome, counts, *past_due_counts)
     answers = []
     for index, (message_id, due_ms, delay_ms, is_relative) in enumerate(sending.ids_and_times):
@@ -368,8 +374,8 @@ def _add_pending(sent: Sent, pending: UniqueMessage) -> None:
         sent.replaced = Replaced(pending.id, pending.seq, due, pending.due_ms)
 
 
-def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
-    """Compute `past_rows` and `past_ms` for columns that the broker has accepted at `store_ms`."""
+def _count_past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
+    """Compute `past_rows` and `past_ms` (see SentRows) for columns that the broker has accepted at `store_ms`."""
     if not isinstance(rows, pa.RecordBatch) or "due_ms" not in rows.schema.names:
         return 0, 0
     return past_due(rows.column("due_ms"), store_ms)
@@ -378,7 +384,7 @@ def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:
 # ---- JSON -------------------------------------------------------------------------------------------------------
 
 
-def _decoded_send(
+def _convert_messages(
     topic: str,
     messages: Sequence[Message],
     ids: IdSource,
@@ -388,9 +394,9 @@ def _decoded_send(
     is_single: bool,
     may_use_rows: bool,
 ) -> DecodedSend:
-    """Check decoded messages, and convert them to rows or columns.
+    """Check decoded messages, and convert them to rows or columns (see `decode_messages`).
 
-    Rows are used with `now_ms` for up to SMALL_BATCH_ROWS messages, if there is no delay that must stay one.
+    Raises InvalidMessage and InvalidDelay.
     """
     uses_rows = may_use_rows and now_ms is not None and len(messages) <= SMALL_BATCH_ROWS
     if keeps_delays and uses_rows:
@@ -401,28 +407,31 @@ def _decoded_send(
     unique: UniqueKey | None = None
     level_windows_ms: dict[int, int] = {}
     for index, message in enumerate(messages):
-        body, identity = _body(index, message), _id_and_time(index, message, ids)
-        properties, latest = properties_text(_properties(message)), identity
+        body, identity = _extract_body(index, message), _check_id_and_time(index, message, ids)
+        # `latest` has the last time at which the message may be due: the end of its window.
+        properties, latest = properties_text(_collect_properties(message)), identity
         if message.window is not UNSET or message.spread is not None:
-            window_ms = _window_ms(message, identity)
-            latest = _later(identity, last_offset_ms(window_ms))
+            window_ms = _parse_window(message, identity)
+            latest = _with_offset(identity, last_offset_ms(window_ms))
             if message.spread == "level":
-                level_windows_ms[index] = window_ms
+                level_windows_ms[index] = window_ms  # the broker chooses the due time later
             else:
-                identity = _later(identity, even_offset_ms(identity.message_id, window_ms))
+                identity = _with_offset(identity, even_offset_ms(identity.message_id, window_ms))
         if (
             message.expires_at is not UNSET
             or message.expires_in is not UNSET
             or message.on_expiry is not None
         ):
-            properties = (properties or "") + _expiry(message, latest, None if keeps_delays else now_ms)
+            properties = (properties or "") + _encode_expiry(
+                message, latest, None if keeps_delays else now_ms
+            )
         elif not EXPIRY_NAMES.isdisjoint(message.properties):
             check_expiry(message.properties, latest.due_ms)
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
-        keys = _keys(index, message) if message.key is not None or message.keys else None
+        keys = _join_keys(index, message) if message.key is not None or message.keys else None
         if message.unique_key is not None or message.on_pending is not None:
-            unique = _unique_key(message, len(messages))
+            unique = _check_unique_key(message, len(messages))
             keys = with_unique_key(keys, unique)
         if now_ms is None or not uses_rows:
             rows.append((body, tag, keys, properties))
@@ -463,19 +472,25 @@ def _to_columns(
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
 
 
-def _id_and_time(index: int, message: Message, ids: IdSource) -> IdAndTime:
-    """Check the id and the time of a message. A message without an id gets one from `ids`."""
+def _check_id_and_time(index: int, message: Message, ids: IdSource) -> IdAndTime:
+    """Check the id and the time of a message. A message without an id gets one from `ids`.
+
+    `index` is the position in the request. Raises InvalidMessage and InvalidDelay.
+    """
     if message.id == "":
         raise InvalidMessage(f"message {index}: id is empty; leave it out, and the broker generates one")
     message_id = ids.id_of(index) if message.id is None else message.id
     check_label("id", message.id)
     if message.zone is not msgspec.UNSET:
-        return IdAndTime(message_id, _local_time(message)[0], None)
+        return IdAndTime(message_id, _convert_local_time(message)[0], None)
     return IdAndTime(message_id, *due_and_delay_ms(message.at, message.after))
 
 
-def _local_time(message: Message) -> tuple[int, str]:
-    """Convert the local time of a message with a zone to its due time (ms), and to the value of its property."""
+def _convert_local_time(message: Message) -> tuple[int, str]:
+    """Convert the local time of a message with a zone to (due_ms, value of the property LOCAL_TIME).
+
+    Raises InvalidDelay.
+    """
     at, zone = message.at, message.zone
     assert zone is not msgspec.UNSET
     if not isinstance(at, str) or message.after is not msgspec.UNSET:
@@ -483,24 +498,27 @@ def _local_time(message: Message) -> tuple[int, str]:
     return local_due_ms(at, zone)
 
 
-def _properties(message: Message) -> dict[str, str]:
-    """Find the properties of a message, with its local time. Raises InvalidMessage for a property of this name."""
+def _collect_properties(message: Message) -> dict[str, str]:
+    """Collect the properties of a message, and add LOCAL_TIME if it has a zone.
+
+    Raises InvalidMessage if the message has a property LOCAL_TIME, and InvalidDelay.
+    """
     if LOCAL_TIME in message.properties:
         raise InvalidMessage(f"property {LOCAL_TIME!r}: the broker sets it; give at and zone instead")
     if message.zone is msgspec.UNSET:
         return message.properties
-    return {**message.properties, LOCAL_TIME: _local_time(message)[1]}
+    return {**message.properties, LOCAL_TIME: _convert_local_time(message)[1]}
 
 
-def _keys(index: int, message: Message) -> str | None:
-    """Check the key or keys of a message, and join them to the text that the log stores."""
+def _join_keys(index: int, message: Message) -> str | None:
+    """Check the key or keys of a message, and join them to the text that the log stores. Raises InvalidMessage."""
     if message.key is not None and message.keys:
         raise InvalidMessage(f"message {index}: key and keys; give one of them")
     return check_key(message.key) if message.key is not None else keys_text(message.keys)
 
 
-def _unique_key(message: Message, count: int) -> UniqueKey:
-    """Check the unique key of a message, which is one of `count` in its request."""
+def _check_unique_key(message: Message, count: int) -> UniqueKey:
+    """Check the unique key of a message, which is one of `count` in its request. Raises InvalidMessage."""
     if message.unique_key is None:
         raise InvalidMessage("on_pending without unique_key: give both")
     if count > 1:
@@ -508,7 +526,7 @@ def _unique_key(message: Message, count: int) -> UniqueKey:
     return unique_key(message.unique_key, message.on_pending)
 
 
-def _window_ms(message: Message, identity: IdAndTime) -> int:
+def _parse_window(message: Message, identity: IdAndTime) -> int:
     """Check the delivery window of a message, and return its length. Raises InvalidDelay."""
     if message.window is UNSET:
         raise InvalidDelay("spread without window: give both")
@@ -525,7 +543,8 @@ def _window_ms(message: Message, identity: IdAndTime) -> int:
     return window_ms
 
 
-def _later(identity: IdAndTime, offset_ms: int) -> IdAndTime:
+def _with_offset(identity: IdAndTime, offset_ms: int) -> IdAndTime:
+    """Add an offset to the due time or delay."""
     if identity.due_ms is not None:
         return identity._replace(due_ms=identity.due_ms + offset_ms)
     return identity._replace(delay_ms=(identity.delay_ms or 0) + offset_ms)
@@ -535,13 +554,13 @@ def begins_of_windows(decoded: DecodedSend, now_ms: int) -> dict[int, int]:
     """Compute when the level windows of a send begin, in ms since 1970, by the index of their message."""
     begins_ms = {}
     for index in decoded.level_windows_ms:
-        _, due_ms, delay_ms, _ = (decoded.ids_and_times or [])[index]
-        begins_ms[index] = now_ms + (delay_ms or 0) if due_ms is None else due_ms
+        identity = (decoded.ids_and_times or [])[index]
+        begins_ms[index] = now_ms + (identity.delay_ms or 0) if identity.due_ms is None else identity.due_ms
     return begins_ms
 
 
 def with_due_times(decoded: DecodedSend, due_times_ms: Mapping[int, int]) -> DecodedSend:
-    """Give messages of a send other due times, by their index."""
+    """Replace the due times of messages of a send. `due_times_ms` has the new ones by the index of the message."""
     ids_and_times = [
         IdAndTime(identity.message_id, due_times_ms[index], None, True) if index in due_times_ms else identity
         for index, identity in enumerate(decoded.ids_and_times or [])
@@ -559,10 +578,12 @@ def with_due_times(decoded: DecodedSend, due_times_ms: Mapping[int, int]) -> Dec
     return decoded._replace(rows=rows, ids_and_times=ids_and_times)
 
 
-def _expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> str:
-    """Encode the expiry of a message as properties. `latest`: with the end of its window. Raises InvalidDelay.
+def _encode_expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> str:
+    """Encode the expiry of a message as properties. Raises InvalidDelay.
 
-    A delay is counted from `now_ms`. None for a send that may be repeated: its answer must not depend on the time.
+    The expiry must be after `latest`, the last time at which the message may be due. A delay is counted from `now_ms`.
+    None for a send that may be repeated, because its answer must not depend on the present time: a delay is then not
+    compared with the expiry.
     """
     if latest.due_ms is None and latest.delay_ms is None:
         raise InvalidDelay("a message without at or after is visible at once: leave its expiry out")
@@ -581,8 +602,8 @@ def _expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> str:
     )
 
 
-def _body(index: int, message: Message) -> bytes:
-    """Extract the body of a message from the one field that has it. Raises InvalidMessage."""
+def _extract_body(index: int, message: Message) -> bytes:
+    """Extract the body of a message from `body`, `json` or `base64`. Raises InvalidMessage unless one is given."""
     json = None if message.json is msgspec.UNSET else message.json
     given_count = (message.body is not None) + (json is not None) + (message.base64 is not None)
     if message.body is not None and given_count == 1:
@@ -595,10 +616,10 @@ def _body(index: int, message: Message) -> bytes:
 
 
 def template_fields(message: Message) -> tuple[bytes, str | None, str | None]:
-    """Extract body, tag and keys of a message that is a template. Raises InvalidMessage."""
+    """Check a message that is a template, and extract (body, tag, keys). Raises InvalidMessage."""
     tag = None if message.tag is None else check_label("tag", message.tag)
     properties_text(message.properties)  # refuses names and values that the log cannot store
-    return _body(0, message), tag, _keys(0, message)
+    return _extract_body(0, message), tag, _join_keys(0, message)
 
 
 # ---- Arrow ------------------------------------------------------------------------------------------------------
@@ -644,7 +665,7 @@ def _check_single_keys(rows: pa.RecordBatch) -> None:
 
 
 def _with_topic(batch: pa.RecordBatch, topic: str, schema: pa.Schema) -> pa.RecordBatch:
-    """Append the column `topic` to a batch. `schema` is the schema with that column."""
+    """Append the column `topic` to a batch. `schema` is the schema with that column. Raises InvalidMessage."""
     topics = pa.repeat(pa.scalar(topic, pa.string()), batch.num_rows)
     try:
         return pa.RecordBatch.from_arrays([*batch.columns, topics], schema=schema)

@@ -28,7 +28,15 @@ from timeball.edges.http.answers_codec import (
     TopicSize,
 )
 from timeball.edges.http.codec import Answer
-from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, parse_row_count, read_request
+from timeball.edges.http.requests import (
+    Call,
+    Handler,
+    Paths,
+    check_no_body,
+    parse_count,
+    parse_group,
+    read_request,
+)
 from timeball.model import http_api, limits, time_parsing
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import CampaignChange, QueueRange
@@ -72,6 +80,7 @@ class Operators:
         return Answer(200, {**self._status(call.caller), "may_admin": may_admin})
 
     async def _get_cluster(self, call: Call) -> Answer:
+        """Show the groups of the cluster. Raises NotFound without a cluster."""
         self._broker.policy.allow(call.caller, Verb.LOOK)
         if self._metrics.replica is None:
             raise NotFound("this broker belongs to no cluster: it was started without --cluster")
@@ -96,7 +105,7 @@ class Operators:
         return Answer(200, b'{"topics":[%b]}' % b",".join(encoded))
 
     async def _get_queues(self, call: Call) -> Answer:
-        """Show the offsets that the queues of a topic keep."""
+        """Show the first and the next offset of each queue of a topic, its rate limit, and how many it holds back."""
         ranges = self._broker.queues(call.path["topic"], call.caller)
         queues = {number: QueueRange(low, high) for number, (low, high) in ranges.items()}
         name = call.path["topic"]
@@ -104,6 +113,7 @@ class Operators:
         return Answer(200, TopicQueues(name, queues, rate, self._broker.pacing.held().get(name, 0)))
 
     async def _create_topic(self, call: Call) -> Answer:
+        """Create a topic or change its settings, and answer with its number of queues."""
         request: http_api.TopicMade = await read_request(
             call, http_api.TopicMade, self._broker.policy, Verb.ADMIN
         )
@@ -114,6 +124,7 @@ class Operators:
         return Answer(200, TopicSize(call.path["topic"], len(queues)))
 
     async def _delete_topic(self, call: Call) -> Answer:
+        """Delete a topic, and answer with the numbers of its messages. Raises NotFound."""
         name = call.path["topic"]
         deleted = await self._broker.administration.delete_topic(name, call.caller)
         if deleted is None:
@@ -131,7 +142,7 @@ class Operators:
         return Answer(200, Health("live"))
 
     async def _check_leader(self, call: Call) -> Answer:
-        """Answer 200 on the leader of the group, and 503 on its followers, for load balancers."""
+        """Answer 200 on the leader of the group, and 503 on its followers, for load balancers. Raises NotFound."""
         figures = self._metrics.replica.figures() if self._metrics.replica is not None else None
         if figures is None or figures.group != call.path["group"]:
             raise NotFound("this node keeps no group of this name")
@@ -168,7 +179,7 @@ class ManualTime:
         return Answer(200, answers_codec.clock_answer(self._time.now_ms))
 
     async def _advance(self, call: Call) -> Answer:
-        """Advance the clock, and list the messages that were released on the way."""
+        """Advance the clock step by step to a time, and list the first messages that were released on the way."""
         request: codec.Moving = await read_request(call, codec.Moving, self._broker.policy, Verb.ADMIN)
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:
@@ -206,7 +217,7 @@ class Groups:
         }
 
     async def _list(self, call: Call) -> Answer:
-        rows = parse_row_count(call, limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
+        rows = parse_count(call, "max", limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
         page = await self._broker.groups.page(rows, call.query.get("page"), call.caller)
         return Answer(200, http_api.Groups(page.groups, page.next_page))
 
@@ -214,6 +225,7 @@ class Groups:
         return Answer(200, await self._broker.groups.one(call.path["group"], call.caller))
 
     async def _limit_group(self, call: Call) -> Answer:
+        """Limit how many messages with the same key the group may have leased at the same time."""
         request: http_api.GroupLimits = await read_request(
             call, http_api.GroupLimits, self._broker.policy, Verb.ADMIN
         )
@@ -222,13 +234,14 @@ class Groups:
 
     async def _get_offsets(self, call: Call) -> Answer:
         """Show the offsets that a group has committed in a topic."""
-        topic, group = call.path["topic"], _group_of(call)
+        topic, group = call.path["topic"], parse_group(call)
         offsets = self._broker.offsets(group, topic, call.caller)
         self._broker.policy.check_known(topic, has_messages=bool(offsets))
         return Answer(200, GroupOffsets(group, topic, offsets))
 
     async def _commit_offsets(self, call: Call) -> Answer:
-        topic, group = call.path["topic"], _group_of(call)
+        """Commit offsets of a group by queue, and answer with all its offsets in the topic."""
+        topic, group = call.path["topic"], parse_group(call)
         request: http_api.Committing = await read_request(
             call, http_api.Committing, self._broker.policy, Verb.RECEIVE, topic=topic, group=group
         )
@@ -242,7 +255,8 @@ class Groups:
         return Answer(200, GroupOffsets(group, topic, self._broker.offsets(group, topic, call.caller)))
 
     async def _list_dead_letters(self, call: Call) -> Answer:
-        rows = parse_row_count(call, DEAD_LETTERS_PER_PAGE, limits.DEAD_LETTERS_PER_REQUEST_MAX)
+        """Show a page of the group's dead letters."""
+        rows = parse_count(call, "max", DEAD_LETTERS_PER_PAGE, limits.DEAD_LETTERS_PER_REQUEST_MAX)
         page = await self._broker.dead_letters.page(
             call.path["group"], rows, call.query.get("page"), call.caller
         )
@@ -250,10 +264,11 @@ class Groups:
         return Answer(200, answers_codec.show_dead_letters(page), size_bytes=size_bytes)
 
     async def _resend_dead_letters(self, call: Call) -> Answer:
+        """Send dead letters again: those that are named, or all that meet a condition."""
         request: http_api.Resolving = await read_request(
             call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )
-        handles = _named_dead_letters(request)
+        handles = _dead_letter_handles(request)
         after_ms = 0 if request.after is None else time_parsing.delay_ms(request.after)
         result = await self._broker.dead_letters.resend(
             call.path["group"], handles, call.caller, Pace(after_ms, request.rate), request.where
@@ -261,25 +276,18 @@ class Groups:
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
 
     async def _delete_dead_letters(self, call: Call) -> Answer:
+        """Delete the dead letters that are named, or all."""
         request: http_api.Resolving = await read_request(
             call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )
-        handles = _named_dead_letters(request)
+        handles = _dead_letter_handles(request)
         if request.after is not None or request.rate is not None or request.where:
             raise InvalidMessage("after, rate and where: only for a resend")
         result = await self._broker.dead_letters.delete(call.path["group"], handles, call.caller)
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "deleted"))
 
 
-def _group_of(call: Call) -> str:
-    """Read the consumer group from the query. Raises InvalidMessage if it is missing."""
-    group = call.query.get("group")
-    if not group:
-        raise InvalidMessage("group: name the consumer group, as in ?group=workers")
-    return group
-
-
-def _named_dead_letters(request: http_api.Resolving) -> list[str] | None:
+def _dead_letter_handles(request: http_api.Resolving) -> list[str] | None:
     """Extract the handles of dead letters from a request, None for all. Raises InvalidMessage and OutOfRange."""
     if (request.dead_letters is None) != request.all:
         raise InvalidMessage('name "dead_letters", or "all": true')
@@ -360,6 +368,7 @@ class Campaigns:
         return await self._change(call, "resume", shift=request.shift)
 
     async def _change(self, call: Call, change: CampaignChange, *, shift: bool = False) -> Answer:
+        """Change a campaign, and answer with its new state. `shift`: see codec.Resuming."""
         campaign = call.path["campaign"]
         return Answer(
             200,
@@ -490,7 +499,7 @@ class Subscriptions:
 def show_subscription(
     name: str, subscription: PushSubscription, figures: PushFigures | None, secret: str | None = None
 ) -> Subscribed:
-    """Build the answer that shows a subscription and its state."""
+    """Build the answer that shows a subscription and its state. `figures` None: nothing was sent yet."""
     state: SubscriptionState = "delivering"
     if subscription.paused:
         state = "gone" if subscription.paused_by == "receiver" else "paused"

@@ -32,6 +32,8 @@ from timeball.edges.http.requests import (
     Paths,
     Stream,
     check_no_body,
+    parse_count,
+    parse_group,
     read_request,
 )
 from timeball.edges.shared.receipt_handles import ReceiptHandles
@@ -53,7 +55,8 @@ from timeball.model.time_parsing import delay_ms
 # ---- receives and leases -------------------------------------------------------------------------------------
 
 DEFAULT_LEASE_MS = 60_000
-STREAM_ROWS = 256  # of one chunk
+RECEIVED_ROWS, CREDIT_ROWS = 32, 256  # the defaults of `max` and `credit`
+STREAM_ROWS = 256  # at most, in one chunk
 KEEP_ALIVE_S = 15.0
 OVER_LIMIT_PAUSE_S = 1.0
 _TOPIC_PATH = "/v1/topics/{topic}"
@@ -82,30 +85,34 @@ class Receives:
 
     async def _receive(self, call: Call) -> Answer:
         """Lease messages to a group, and answer with them. With `wait`, wait for the first message."""
-        topic, group, query = call.path["topic"], _group_of(call), call.query
+        topic, group, query = call.path["topic"], parse_group(call), call.query
         await check_no_body(call, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
         wait_ms = delay_ms(query.get("wait", "0"), "wait")
         if wait_ms > limits.PULL_WAIT_MS_MAX:
             raise OutOfRange(f"wait of {wait_ms} ms: at most {limits.PULL_WAIT_MS_MAX}")
-        rows_max = _number_of(query.get("max", "32"), "max", limits.POP_ROWS_MAX)
-        request = await self._request_of(call, rows_max, is_patient=bool(wait_ms))
+        rows_max = parse_count(call, "max", RECEIVED_ROWS, limits.POP_ROWS_MAX)
+        request = await self._build_request(call, rows_max, is_patient=bool(wait_ms))
         received = await self._receive_for_client(call, request, wait_ms)
         encoded, _ = self._encode(received, group, topic)
         messages = b'{"messages":[%b]}' % b",".join(encoded)
         return Answer(200, messages, size_bytes=len(messages))
 
     async def _open_stream(self, call: Call) -> Stream:
-        """Lease messages to a group as they become visible, up to the credit of the stream."""
-        topic, group = call.path["topic"], _group_of(call)
+        """Check the request for a stream, and open it. It leases messages to a group, up to its credit."""
+        topic, group = call.path["topic"], parse_group(call)
         await check_no_body(call, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
-        credit = Credit(_number_of(call.query.get("credit", "256"), "credit", limits.CREDIT_ROWS_MAX))
-        request = await self._request_of(call, 1, is_patient=True)
+        credit = Credit(parse_count(call, "credit", CREDIT_ROWS, limits.CREDIT_ROWS_MAX))
+        request = await self._build_request(call, 1, is_patient=True)
         return Stream(self._chunks(call, request, credit), NDJSON)
 
     async def _chunks(
         self, call: Call, request: ReceiveRequest, credit: Credit
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks of a stream: a line for each message, and an empty line after KEEP_ALIVE_S without one."""
+        """Yield the chunks of a stream: a line for each message, and an empty line after KEEP_ALIVE_S without one.
+
+        Messages whose chunk was not written are given back. Ends when the topic or the permission is gone, or when the
+        client disconnects.
+        """
         consuming = self._broker.consuming
         yield b"\n"  # the client knows that the stream is open
         while True:
@@ -152,14 +159,14 @@ class Receives:
                 self._broker.consuming.return_unseen(receiving.result().receipts)
             raise
 
-    async def _request_of(self, call: Call, rows_max: int, *, is_patient: bool) -> ReceiveRequest:
-        """Build the request of a receive or a stream, and refuse a caller who may not receive.
+    async def _build_request(self, call: Call, rows_max: int, *, is_patient: bool) -> ReceiveRequest:
+        """Build the request of a receive or a stream. Checks filter and caller, and lets the group join the topic.
 
-        `is_patient`: it may wait for the message that creates the topic.
+        `is_patient`: the request may wait for the message that creates the topic. A missing topic is then no error.
         """
-        topic, group, query, policy = call.path["topic"], _group_of(call), call.query, self._broker.policy
+        topic, group, query, policy = call.path["topic"], parse_group(call), call.query, self._broker.policy
         self._build_filter(query, topic, None)  # refuses an invalid filter before the wait
-        start_ms = codec.start_ms(query.get("start", "earliest"))
+        start_ms = codec.parse_start(query.get("start", "earliest"))
         if not (is_patient and policy.will_be_created(topic)):
             self._broker.consuming.join(group, topic, call.caller)  # refuses a caller who may not receive
             if start_ms:
@@ -168,13 +175,16 @@ class Receives:
             group,
             topic,
             rows=rows_max,
-            invisible_ms=codec.lease_ms(query.get("lease", f"{DEFAULT_LEASE_MS}ms")),
+            invisible_ms=codec.parse_lease(query.get("lease", f"{DEFAULT_LEASE_MS}ms")),
             in_order=policy.joined(group, call.caller).consume_message_orderly,
             counts_times=True,
         )
 
     def _encode(self, received: Received, group: str, topic: str) -> tuple[list[bytes], list[Receipt]]:
-        """Encode the messages for one answer, and give back those that exceed it. Returns the others' receipts, too."""
+        """Encode received messages for one answer, and give back the messages that exceed it.
+
+        Returns the encoded messages and their receipts.
+        """
         handles = self._handles.encode_answer(received.receipts, group, topic)
         encoded = self._encoder.encode(received.handed_out, topic, handles)
         count = len(encoded)
@@ -247,12 +257,13 @@ class Receives:
         return self._filters.get(tag or sql, SQL92 if sql else TAG, bit_mask=bit_mask)
 
     async def _ack(self, call: Call) -> Answer:
+        """Acknowledge leased messages, and answer for each receipt whether its lease was still valid."""
         request: http_api.Answering = await self._read_for_group(call, http_api.Answering)
         receipts = self._decode_receipts(call, request.receipts)
         valid_receipts = [receipt for receipt in receipts if receipt is not None]
         # one result for each valid receipt, in order
         lease_results = iter(await self._broker.consuming.acknowledge(valid_receipts))
-        return _answer_of(
+        return _receipts_answer(
             [
                 Answered(text, receipt is not None and next(lease_results))
                 for text, receipt in zip(request.receipts, receipts, strict=True)
@@ -268,7 +279,7 @@ class Receives:
             return Answered(text, receipt is not None and await move_to_dead_letters(receipt, request.reason))
 
         receipts = self._decode_receipts(call, request.receipts)
-        return _answer_of(list(await asyncio.gather(*map(move_one, request.receipts, receipts))))
+        return _receipts_answer(list(await asyncio.gather(*map(move_one, request.receipts, receipts))))
 
     async def _nack(self, call: Call) -> Answer:
         """Give leased messages back as failed attempts. They are redelivered after `after`, or by the retry policy."""
@@ -282,8 +293,9 @@ class Receives:
         )
 
     async def _extend(self, call: Call) -> Answer:
+        """Let leases end after the duration `lease` from now. With 0, the messages are available again at once."""
         request: http_api.Extending = await self._read_for_group(call, http_api.Extending)
-        lease_ms, change = codec.lease_ms(request.lease, 0), self._broker.consuming.change_invisible_time
+        lease_ms, change = codec.parse_lease(request.lease, 0), self._broker.consuming.change_invisible_time
         return await self._change_leases(
             call, request.receipts, lambda receipt: change(receipt, lease_ms, counts=request.counts)
         )
@@ -291,9 +303,10 @@ class Receives:
     async def _change_leases(
         self, call: Call, texts: list[str], change: Callable[[Receipt], Awaitable[Receipt | None]]
     ) -> Answer:
-        """Call `change` for each receipt, and answer with the new receipts.
+        """Call `change` for each receipt in `texts`, and answer with the new receipts.
 
-        `change` returns None for a lease that has ended. That receipt, or an invalid one, is answered as not valid.
+        `change` returns None for a lease that has ended. The receipt of such a lease, and an invalid receipt, are
+        answered as not valid.
         """
         receipts = self._decode_receipts(call, texts)
 
@@ -305,11 +318,14 @@ class Receives:
                 else Answered(self._handles.encode(new_receipt), True)
             )
 
-        return _answer_of(list(await asyncio.gather(*map(change_one, texts, receipts))))
+        return _receipts_answer(list(await asyncio.gather(*map(change_one, texts, receipts))))
 
     async def _read_for_group(self, call: Call, kind: type[Any]) -> Any:
-        """Read the body of a request, if the caller may receive from the topic as the group."""
-        topic, group = call.path["topic"], _group_of(call)
+        """Read the body of a request as a `kind`, if the caller may receive from the topic as the group.
+
+        Raises the errors of `read_request`.
+        """
+        topic, group = call.path["topic"], parse_group(call)
         return await read_request(call, kind, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
 
     def _decode_receipts(self, call: Call, texts: list[str]) -> Sequence[Receipt | None]:
@@ -317,7 +333,7 @@ class Receives:
 
         None for a text that is no receipt of this group. Raises Forbidden and OutOfRange.
         """
-        topic, group, policy = call.path["topic"], _group_of(call), self._broker.policy
+        topic, group, policy = call.path["topic"], parse_group(call), self._broker.policy
         policy.allow(call.caller, Verb.RECEIVE, topic=topic, group=group)
         policy.check_group(group)
         if not 1 <= len(texts) <= limits.POP_ROWS_MAX:
@@ -351,22 +367,7 @@ class _DisconnectWatch:
             self._task.cancel()
 
 
-def _group_of(call: Call) -> str:
-    """Read the consumer group from the query. Raises InvalidMessage if it is missing."""
-    group = call.query.get("group")
-    if not group:
-        raise InvalidMessage("group: name the consumer group, as in ?group=workers")
-    return group
-
-
-def _number_of(text: str, name: str, largest: int) -> int:
-    """Parse a parameter of the query. Raises OutOfRange."""
-    if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= largest):
-        raise OutOfRange(f"{name}={text[:20]}: 1 to {largest}")
-    return int(text)
-
-
-def _answer_of(results: list[Answered]) -> Answer:
+def _receipts_answer(results: list[Answered]) -> Answer:
     return Answer(200, AnsweredMany(results))
 
 

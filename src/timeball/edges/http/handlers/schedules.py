@@ -14,7 +14,7 @@ from timeball.broker.registry.schedules import ScheduleFacts, State
 from timeball.broker.registry.zones import ZoneFacts
 from timeball.broker.service import Broker
 from timeball.edges.http.codec import Answer, format_time, text_or_bytes
-from timeball.edges.http.requests import Call, Paths, check_no_body, parse_row_count, read_request
+from timeball.edges.http.requests import Call, Paths, check_no_body, parse_count, read_request
 from timeball.edges.http.send_codec import template_fields
 from timeball.model import limits, time_parsing
 from timeball.model.access import Verb
@@ -58,7 +58,8 @@ class Schedules:
         }
 
     async def _list(self, call: Call) -> Answer:
-        rows = parse_row_count(call, PAGE_ROWS, limits.LISTED_ROWS_MAX)
+        """Show a page of schedules, of one topic or of all."""
+        rows = parse_count(call, "max", PAGE_ROWS, limits.LISTED_ROWS_MAX)
         page = await self._schedules.page(
             rows, call.query.get("page", ""), call.query.get("topic"), call.caller
         )
@@ -101,6 +102,7 @@ class Schedules:
         return Answer(200, show_history(name, await self._schedules.history(name, call.caller)))
 
     async def _preview(self, call: Call) -> Answer:
+        """Show the next times of a rule, without a schedule."""
         self._policy.allow_somewhere(call.caller, Verb.LOOK)
         request: Previewing = await read_request(call, Previewing, self._policy, Verb.LOOK)
         times = await self._schedules.preview(
@@ -121,7 +123,7 @@ _UNITS = (
 
 
 def to_facts(request: SchedulePut) -> ScheduleFacts:
-    """Convert a request to the broker's type. Raises InvalidMessage and InvalidDelay."""
+    """Convert a request to the broker's type, with its rule in normal form. Raises InvalidMessage and InvalidDelay."""
     body, tag, keys = template_fields(
         Message(
             body=request.body, json=request.json, base64=request.base64, key=request.key, keys=request.keys,
@@ -143,12 +145,12 @@ def to_facts(request: SchedulePut) -> ScheduleFacts:
 
 
 def preview_after_ms(request: Previewing) -> int | None:
-    """Find the time in ms after which the first occurrence is. None for now. Raises InvalidDelay."""
+    """Parse the time (ms since 1970) after which a preview begins. None: it begins now. Raises InvalidDelay."""
     return None if request.start is msgspec.UNSET else time_parsing.due_ms(request.start, "from")
 
 
 def show_schedule(shown: Shown, outcome: str | None = None) -> Schedule:
-    """Build the answer that shows a schedule."""
+    """Build the answer that shows a schedule. `outcome` of a PUT: created, replaced or unchanged."""
     name, facts, progress, local, may_read = shown
     pending = None
     if progress.number:
@@ -172,10 +174,10 @@ def show_times(occurrences: Sequence[Occurrence]) -> Times:
 
 
 def show_history(name: str, past: Sequence[Past]) -> History:
-    """Build the answer with the last occurrences of a schedule."""
+    """Build the answer with the last occurrences of a schedule. The state of an occurrence is that of its message."""
     shown = []
     for occurrence, message_id, places in past:
-        newest = places[0] if places else None
+        newest = places[0] if places else None  # None: the broker no longer keeps the outcome
         state = "unknown"
         if newest is not None and newest.state in ("visible", "waiting", "cancelled", "expired"):
             state = newest.state
@@ -191,7 +193,7 @@ def show_history(name: str, past: Sequence[Past]) -> History:
 
 
 def show_zones(facts: ZoneFacts) -> ZonesInUse:
-    """Build the answer about time zones."""
+    """Build the answer about the time zones in use, and the messages that the last update of tzdata has moved."""
     zones = [
         ZoneInUse(zone, format_time(use.until_ms) if use.until_ms else None)
         for zone, use in sorted(facts.zones.items())
@@ -214,5 +216,6 @@ def show_zones(facts: ZoneFacts) -> ZonesInUse:
 
 
 def _duration_text(duration_ms: int) -> str:
+    """Format a duration in the largest unit in which it is a whole number."""
     unit, unit_ms = next(unit for unit in _UNITS if duration_ms % unit[1] == 0)
     return f"{duration_ms // unit_ms}{unit}"

@@ -36,24 +36,31 @@ class Selections:
         return Answer(200, self._show(name, self._selections.get(name, call.caller)))
 
     async def _select(self, call: Call) -> Answer:
-        wanted = await self._read(call)
+        wanted = await self._read_selection(call)
         name = await self._selections.select(wanted, call.caller)
         return Answer(201, self._show(name, self._selections.get(name, call.caller)))
 
     async def _dry_run(self, call: Call) -> Answer:
-        return Answer(200, _show_survey(await self._selections.dry_run(await self._read(call), call.caller)))
+        return Answer(
+            200, _show_survey(await self._selections.dry_run(await self._read_selection(call), call.caller))
+        )
 
     async def _undo(self, call: Call) -> Answer:
+        """Undo a selection for all of its messages that were not due since."""
         await check_no_body(call, self._policy, Verb.LOOK)
         name = call.path["selection"]
         await self._selections.undo(name, call.caller)
         return Answer(200, self._show(name, self._selections.get(name, call.caller)))
 
-    async def _read(self, call: Call) -> SelectionFacts:
+    async def _read_selection(self, call: Call) -> SelectionFacts:
+        """Read the selection in the body. Its `seq` and `at_ms` are 0: it is not accepted yet.
+
+        Raises the errors of `read_request`, InvalidDelay, and InvalidMessage if it would select all messages.
+        """
         # The topics are in the body, which is not read from callers who may cancel nothing.
         self._policy.allow_somewhere(call.caller, Verb.CANCEL)
         request: Selecting = await read_request(call, Selecting, self._policy, Verb.LOOK)
-        from_ms, to_ms = _ms(request.start, "from"), _ms(request.to, "to")
+        from_ms, to_ms = _parse_time(request.start, "from"), _parse_time(request.to, "to")
         if not (request.where or request.topics) and from_ms is to_ms is None:
             raise InvalidMessage(
                 "give a condition, topics, or bounds of the due time; the condition TRUE selects all messages"
@@ -68,6 +75,7 @@ class Selections:
         )  # fmt: skip
 
     def _show(self, name: str, facts: SelectionFacts) -> Selection:
+        """Build the answer that shows a selection and its state."""
         return Selection(
             id=name, action=facts.action, state=self._selections.state(name), shift_ms=facts.shift_ms,
             to_topic=facts.to_topic or None,
@@ -75,24 +83,27 @@ class Selections:
             where=facts.where or None, topics=facts.topics,
             start=None if facts.from_ms == FIRST_MS else format_time(facts.from_ms),
             to=None if facts.to_ms == LAST_MS else format_time(facts.to_ms), count=facts.count,
-            first_due=_time(facts.first_due_ms), last_due=_time(facts.last_due_ms),
+            first_due=_format_known_time(facts.first_due_ms), last_due=_format_known_time(facts.last_due_ms),
             undone=format_time(facts.undone_ms) if facts.is_undone else None,
         )  # fmt: skip
 
 
-def _ms(at: At | msgspec.UnsetType, name: str) -> int | None:
+def _parse_time(at: At | msgspec.UnsetType, name: str) -> int | None:
+    """Parse a bound of the due time to ms since 1970, None if it is missing. Raises InvalidDelay."""
     return None if at is msgspec.UNSET else time_parsing.due_ms(at, name)
 
 
-def _time(time_ms: int) -> str | None:
+def _format_known_time(time_ms: int) -> str | None:
+    """Format a time, None for one that is not known (below 0)."""
     return None if time_ms < 0 else format_time(time_ms)
 
 
 def _show_survey(survey: Survey) -> DryRun:
+    """Build the answer to a dry run: the number of messages, examples, and the load of each hour before and after."""
     return DryRun(
         count=survey.count,
-        first_due=_time(survey.first_due_ms),
-        last_due=_time(survey.last_due_ms),
+        first_due=_format_known_time(survey.first_due_ms),
+        last_due=_format_known_time(survey.last_due_ms),
         samples=[
             SelectedMessage(topic, format_time(due_ms), due_ms, message_id, (keys or "").split())
             for due_ms, topic, message_id, keys in survey.samples

@@ -38,17 +38,19 @@ _IDS_PER_BLOCK = 64  # drawn by one system call
 
 
 class _Send(NamedTuple):
-    """A checked request to send, before its body is decoded."""
+    """A request to send, whose headers are checked and whose body is not decoded yet."""
 
     topic: str
     key: str | None  # its idempotency key
-    attempt: str
-    sends_anew: bool  # although the messages of an earlier send with this key are settled
-    may_use_rows: bool
+    attempt: str  # the header Idempotency-Attempt
+    sends_anew: bool  # send again if the messages of an earlier send with this key are settled
+    may_use_rows: bool  # see send_codec.decode_messages
     decode: Callable[..., DecodedSend]  # body, ids, now_ms, keeps_delays, may_use_rows
 
 
 class _Piece(Piece, gc=False):
+    """The messages of one request in a batch of sends."""
+
     decoded: Any  # DecodedSend
     has_key: bool
     respond: Any  # Respond
@@ -71,6 +73,7 @@ class _RandomIds(send_codec.IdSource):
         self._unused_ids: list[str] = []
 
     def id_of(self, index: int) -> str:
+        """Make an id (see IdSource)."""
         # Threads that decode large requests call this too. Each step on the list is atomic in the interpreter.
         try:
             return self._unused_ids.pop()
@@ -93,7 +96,7 @@ class Sends:
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": DirectHandler(self._begin, self._send)}}
 
     def _begin(self, call: Call, respond: Respond) -> bool:
-        """Begin to send the messages of a request, if its body has come and is small."""
+        """Begin to send the messages of a request, if its body has come and is small (see DirectHandler)."""
         send = self._check(call)
         if len(call.exchange.body) > INLINE_DECODE_BYTES_MAX:
             return False
@@ -116,7 +119,10 @@ class Sends:
         return await answer
 
     def _check(self, call: Call) -> _Send:
-        """Check the headers of a request, and whether its caller may send to the topic."""
+        """Check the headers of a request, and whether its caller may send to the topic.
+
+        Raises InvalidMessage, Refused (415), and the errors of the policy.
+        """
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
         attempt = call.headers.get("idempotency-attempt", "")
         if_settled = call.headers.get("idempotency-if-settled", "")
@@ -145,7 +151,7 @@ class Sends:
         return _Send(topic, key, attempt, if_settled == "send", may_use_rows, decode)
 
     def _decode(self, call: Call, send: _Send, data: bytes) -> DecodedSend:
-        """Decode the body of a request."""
+        """Decode the body of a request, and add the trace context of its headers to the messages."""
         now_ms = self._broker.clock.now_ms()
         ids = _RANDOM_IDS if send.key is None else _DerivedIds(call.caller.name, send.topic, send.key)
         decoded = send.decode(data, ids, now_ms, send.key is not None, may_use_rows=send.may_use_rows)
@@ -155,19 +161,22 @@ class Sends:
         return decoded
 
     def _put(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
-        """Give messages to the broker. `respond` receives the answer when they are durable."""
+        """Give messages to the broker. `respond` receives the answer when the broker has accepted them.
+
+        Raises InvalidMessage.
+        """
         if decoded.level_windows_ms:
             if send.key is not None:
                 raise InvalidMessage(
                     "spread level and an idempotency key: use the spread even, which repeats its choice"
                 )
             # The loop holds only weak references to tasks.
-            self._tasks.add(task := asyncio.ensure_future(self._level(call, send, decoded, respond)))
+            self._tasks.add(task := asyncio.ensure_future(self._put_level(call, send, decoded, respond)))
             task.add_done_callback(self._tasks.discard)
             return
         self._put_now(call, send, decoded, respond)
 
-    async def _level(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
+    async def _put_level(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
         """Choose the due times of messages in level windows, and give the messages to the broker."""
         try:
             begins_ms = send_codec.begins_of_windows(decoded, self._broker.clock.now_ms())
@@ -182,6 +191,7 @@ class Sends:
             respond(error)
 
     def _put_now(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
+        """Give messages with final due times to the broker."""
         # The topic of rows has been checked above. For columns and keys, the broker checks the caller again.
         caller = None if isinstance(decoded.rows, list) and send.key is None else call.caller
         piece = _Piece(
@@ -273,7 +283,7 @@ class Scheduled:
         return Answer(200, data, size_bytes=len(data))
 
     async def _reschedule(self, call: Call) -> Answer:
-        """Change the due time of a message."""
+        """Change the due time of the messages with an id. The answer has the first verdict."""
         request: codec.Moving = await read_request(call, codec.Moving, self._broker.policy, Verb.LOOK)
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:
@@ -286,12 +296,14 @@ class Scheduled:
         )  # fmt: skip
 
     async def _cancel(self, call: Call) -> Answer:
+        """Cancel the messages with an id."""
         topic = call.query.get("topic")
         return _verdict_answer(
             await self._broker.cancel(ids=[call.path["id"]], topic=topic, caller=call.caller)
         )
 
     async def _cancel_many(self, call: Call) -> Answer:
+        """Cancel the messages with some ids, or with some keys. Answers with all verdicts."""
         request: http_api.CancellingMany = await read_request(
             call, http_api.CancellingMany, self._broker.policy, Verb.LOOK
         )
@@ -301,6 +313,7 @@ class Scheduled:
         )
 
     async def _reschedule_many(self, call: Call) -> Answer:
+        """Change the due time of the messages with some ids, or with some keys. Answers with all verdicts."""
         request: http_api.ReschedulingMany = await read_request(
             call, http_api.ReschedulingMany, self._broker.policy, Verb.LOOK
         )
@@ -329,7 +342,10 @@ def _check_names(ids: list[str], keys: list[str]) -> None:
 
 
 async def settled_answer(verdicts: list[Verdict]) -> Answer:
-    """Build the answer to a cancel or reschedule of several messages. It may have a million verdicts: in slices."""
+    """Build the answer to a cancel or reschedule of several messages.
+
+    It is encoded in slices, because it may have a million verdicts.
+    """
     parts = [codec.encode(answers_codec.show_verdicts(part))[1:-1] async for part in in_slices(verdicts)]
     data = b'{"verdicts":[%b]}' % b",".join(parts)
     return Answer(200, data, size_bytes=len(data))
@@ -363,7 +379,7 @@ class PendingMessages:
         return Answer(200, answers_codec.page_answer(page))
 
     async def _forecast(self, call: Call) -> Answer:
-        """Count the due messages by bucket and topic."""
+        """Count the due messages by bucket and topic, and the later times of recurring schedules."""
         query, (from_ms, to_ms) = call.query, answers_codec.parse_window(call.query)
         unit = answers_codec.parse_unit(query.get("by", "hour"))
         counted = await self._broker.forecast.counted(
