@@ -24,13 +24,16 @@ def test_only_known_media_types_are_accepted() -> None:
             codec.check_content_type(wrong, JSON)
 
 
-def test_durations_and_leases_are_parsed_or_refused() -> None:
+def test_a_lease_is_parsed_within_its_limits() -> None:
     assert codec.parse_lease("1m30s") == codec.parse_lease("PT1M30S") == 90_000
     for wrong in ("x", "90000", "٣", "9" * 5_000):
         with pytest.raises(InvalidDelay, match="lease="):
             codec.parse_lease(wrong)
     with pytest.raises(OutOfRange, match="lease=13h"):
         codec.parse_lease("13h")
+
+
+def test_a_body_that_is_no_object_is_refused() -> None:
     with pytest.raises(InvalidMessage):
         codec.decode(codec.Moving, b"[]")
 
@@ -57,7 +60,7 @@ def test_an_invalid_time_is_refused_with_the_valid_form(body: bytes, expected_te
 
 
 def test_strings_beyond_the_limit_are_not_decoded() -> None:
-    # The first element is no text. The decoder would say so.
+    # The first element is no text, so a decoder would raise another error.
     too_many = b'{"ids": [1, %b]}' % b",".join([b'""'] * codec.STRINGS_MAX)
     with pytest.raises(OutOfRange, match="more than 50000 strings"):
         codec.decode(http_api.CancellingMany, too_many)
@@ -72,7 +75,7 @@ def test_quotes_within_strings_are_not_counted() -> None:
     assert codec.decode(http_api.CancellingMany, codec.encode({"ids": [text]})).ids == [text]
 
 
-def test_at_and_after_together_are_refused() -> None:
+def test_a_due_time_or_a_delay_is_parsed_but_not_both() -> None:
     with pytest.raises(InvalidDelay, match="at=2000000000000 and after=5s name two due times"):
         codec.due_and_delay_ms(2_000_000_000_000, "5s")
     assert codec.due_and_delay_ms(UNSET, "5s") == (None, 5_000)

@@ -24,7 +24,7 @@ from timeball.io.security import OPEN
 from timeball.model.config import Settings
 
 
-def test_a_too_large_head_is_refused(node: RunningNode) -> None:
+def test_a_head_is_refused_when_it_becomes_too_large(node: RunningNode) -> None:
     with connect(node) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
         try:
@@ -53,12 +53,12 @@ def test_a_head_that_is_not_complete_in_time_is_refused(
     monkeypatch.setattr(bounds, "HEAD_S", 0.1)
     with connect(node) as connection:
         connection.sendall(b"GET / HT")
-        (refused,) = answers(connection)
+        (refused,) = read_answers(connection)
     assert refused.startswith(b"400 ") and b"the head was not complete within" in refused
 
 
-class Kept(asyncio.Transport):
-    """A transport that keeps each write."""
+class RecordingTransport(asyncio.Transport):
+    """A transport that records each write, and the calls that change its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,42 +94,42 @@ class Kept(asyncio.Transport):
 
 
 def test_the_writes_of_one_turn_are_joined() -> None:
-    stored = Kept()
+    transport = RecordingTransport()
 
     async def write() -> None:
-        joined = bounds.JoinedWrites(stored, asyncio.get_running_loop())
+        joined = bounds.JoinedWrites(transport, asyncio.get_running_loop())
         joined.write(b"head ")
         joined.write(b"body")
-        assert stored.writes == []
+        assert transport.writes == []
         await asyncio.sleep(0)
         joined.write(b"next")
         joined.close()
         await asyncio.sleep(0)
 
     asyncio.run(write())
-    assert stored.writes == [b"head body", b"next"]
-    assert stored.is_closed
+    assert transport.writes == [b"head body", b"next"]
+    assert transport.is_closed
 
 
 def test_a_whole_answer_is_written_at_once_behind_the_writes_of_its_turn() -> None:
-    stored = Kept()
+    transport = RecordingTransport()
 
     async def write() -> None:
-        joined = bounds.JoinedWrites(stored, asyncio.get_running_loop())
+        joined = bounds.JoinedWrites(transport, asyncio.get_running_loop())
         joined.writelines((b"whole ", b"answer"))
-        assert stored.writes == [b"whole answer"]
+        assert transport.writes == [b"whole answer"]
         joined.write(b"head ")
         joined.writelines((b"next ", b"answer"))
-        assert len(stored.writes) == 1
+        assert len(transport.writes) == 1
         await asyncio.sleep(0)
         joined.close()
         joined.writelines((b"late",))
 
     asyncio.run(write())
-    assert stored.writes == [b"whole answer", b"head next answer"]
+    assert transport.writes == [b"whole answer", b"head next answer"]
 
 
-def test_a_connection_that_closed_itself_is_not_aborted() -> None:
+def test_a_transport_that_closed_itself_in_time_is_not_aborted_afterwards() -> None:
     timers: list[Callable[[], None]] = []
 
     class Closing(asyncio.Protocol):
@@ -173,21 +173,21 @@ def test_connections_have_tcp_nodelay(node: RunningNode, client: Client) -> None
 # ---- the order of requests and answers --------------------------------------------------------------------------
 
 
-def request_of(path: str, body: bytes = b"", headers: bytes = b"") -> bytes:
+def build_post(path: str, body: bytes = b"", headers: bytes = b"") -> bytes:
     return (
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b"
         % (path.encode(), len(body), headers, body)
     )
 
 
-def send_of(body: str, topic: str = "ordered") -> bytes:
-    return request_of(f"/v1/topics/{topic}/messages", json.dumps({"body": body, "after": "1h"}).encode())
+def build_send(body: str, topic: str = "ordered") -> bytes:
+    return build_post(f"/v1/topics/{topic}/messages", json.dumps({"body": body, "after": "1h"}).encode())
 
 
-LAST = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+LAST_REQUEST = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-def answers(connection: socket.socket) -> list[bytes]:
+def read_answers(connection: socket.socket) -> list[bytes]:
     """Read the answers until the server closes."""
     data = b""
     while part := connection.recv(65_536):
@@ -195,13 +195,17 @@ def answers(connection: socket.socket) -> list[bytes]:
     return data.split(b"HTTP/1.1 ")[1:]
 
 
-def test_a_slow_answer_delays_those_to_later_requests(node: RunningNode, client: Client) -> None:
-    poll = request_of("/v1/topics/slow/receive?group=g&wait=60s")
+def test_later_requests_of_a_connection_are_answered_after_a_slow_one(
+    node: RunningNode, client: Client
+) -> None:
+    poll = build_post("/v1/topics/slow/receive?group=g&wait=60s")
     with connect(node) as connection:
-        connection.sendall(poll + send_of("a") + b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST)
+        connection.sendall(
+            poll + build_send("a") + b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST_REQUEST
+        )
         eventually(lambda: node.node.edges.http.limits.calls.taken, "the poll waits")  # type: ignore[union-attr]
         assert client.send("slow", {"body": "awaited"}).status == 201
-        received = answers(connection)
+        received = read_answers(connection)
     assert [part[:3] for part in received] == [b"200", b"201", b"404", b"200"]
     assert b"awaited" in received[0]
 
@@ -209,20 +213,20 @@ def test_a_slow_answer_delays_those_to_later_requests(node: RunningNode, client:
 def test_a_body_in_many_pieces_is_accepted(node: RunningNode) -> None:
     with connect(node) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        whole = send_of("in pieces")
+        whole = build_send("in pieces")
         for at in range(len(whole)):
             connection.sendall(whole[at : at + 1])
-        connection.sendall(LAST)
-        sent, _ = answers(connection)
+        connection.sendall(LAST_REQUEST)
+        sent, _ = read_answers(connection)
     assert sent.startswith(b"201")
 
 
 def test_many_refused_requests_behind_a_slow_one_are_all_answered(node: RunningNode) -> None:
     # Each refusal follows at once, within the end of the one before.
-    refused = request_of("/v1/topics/ordered/messages", b"{")
+    refused = build_post("/v1/topics/ordered/messages", b"{")
     with connect(node) as connection:
-        connection.sendall(send_of("first") + refused * 1_500 + LAST)
-        received = answers(connection)
+        connection.sendall(build_send("first") + refused * 1_500 + LAST_REQUEST)
+        received = read_answers(connection)
     assert [part[:3] for part in received] == [b"201"] + [b"400"] * 1_500 + [b"200"]
 
 
@@ -235,7 +239,7 @@ def test_a_request_to_upgrade_is_served_with_its_body(
     node: RunningNode, client: Client, pieces: int, *, is_chunked: bool
 ) -> None:
     topic = f"upgraded-{pieces}-{is_chunked}"
-    whole = request_of(f"/v1/topics/{topic}/messages", b'{"body": "whole"}').replace(
+    whole = build_post(f"/v1/topics/{topic}/messages", b'{"body": "whole"}').replace(
         b"\r\n", b"\r\n" + UPGRADE, 1
     )
     head, _, body = whole.partition(b"\r\n\r\n")
@@ -255,34 +259,39 @@ def test_a_request_to_upgrade_is_served_with_its_body(
             for at in range(len(head + body)):
                 connection.sendall((head + body)[at : at + 1])
             connection.sendall(head + body)
-        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"\r\n" + LAST)
-        assert [part[:3] for part in answers(connection)] == [b"201", b"201", b"200", b"200"]
+        connection.sendall(
+            b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"\r\n" + LAST_REQUEST
+        )
+        assert [part[:3] for part in read_answers(connection)] == [b"201", b"201", b"200", b"200"]
     received = client.receive(topic, max=3).value["messages"]
     assert [message["body"] for message in received] == ["whole", "whole"]
 
 
-def test_a_last_request_to_upgrade_closes_the_connection(node: RunningNode) -> None:
+def test_a_request_to_upgrade_and_to_close_closes_the_connection(node: RunningNode) -> None:
     with connect(node) as connection:
         connection.sendall(
-            LAST.replace(b"Connection: close", b"Connection: close, Upgrade\r\nUpgrade: h2c") + LAST
+            LAST_REQUEST.replace(b"Connection: close", b"Connection: close, Upgrade\r\nUpgrade: h2c")
+            + LAST_REQUEST
         )
-        (only,) = answers(connection)
+        (only,) = read_answers(connection)
     assert only.startswith(b"200") and b"connection: close\r\n" in only
 
 
 def test_a_tunnel_is_refused(node: RunningNode) -> None:
     with connect(node) as connection:
-        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST)
-        (refused,) = answers(connection)
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST_REQUEST)
+        (refused,) = read_answers(connection)
     assert refused.startswith(b"400")
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"body": "x", "after": "1h"}'], ids=["refused", "sent"])
-def test_nothing_is_served_behind_the_last_request(node: RunningNode, client: Client, body: bytes) -> None:
-    last = request_of("/v1/topics/ordered/messages", body, b"Connection: close\r\n")
+def test_no_request_is_served_behind_one_that_closes_the_connection(
+    node: RunningNode, client: Client, body: bytes
+) -> None:
+    last = build_post("/v1/topics/ordered/messages", body, b"Connection: close\r\n")
     with connect(node) as connection:
-        connection.sendall(last + send_of("never", topic="behind"))
-        assert len(answers(connection)) == 1
+        connection.sendall(last + build_send("never", topic="behind"))
+        assert len(read_answers(connection)) == 1
     assert client.ask("GET", "/v1/topics").value["topics"]
     assert "behind" not in [topic["topic"] for topic in client.ask("GET", "/v1/topics").value["topics"]]
 
@@ -292,7 +301,7 @@ def test_a_send_is_accepted_although_its_client_disconnects(node: RunningNode, c
     limits = node.node.edges.http.limits
     body = json.dumps({"id": "left", "body": "x", "after": "1h"}).encode()
     with connect(node) as connection:
-        connection.sendall(request_of("/v1/topics/ordered/messages", body))
+        connection.sendall(build_post("/v1/topics/ordered/messages", body))
     eventually(lambda: client.ask("GET", "/v1/messages/left").status == 200, "the message is accepted")
     eventually(lambda: not limits.received.held_bytes and not limits.calls.taken, "its limits are free again")
 
@@ -302,14 +311,14 @@ def test_an_answer_that_cannot_be_encoded_becomes_a_problem(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch, *, is_direct: bool
 ) -> None:
     monkeypatch.setattr(send_codec, "build_answer", lambda *_, **__: object())
-    whole = send_of("unsaid")
+    whole = build_send("unsaid")
     with connect(node) as connection:
         connection.sendall(whole if is_direct else whole[:-1])
         if not is_direct:
             eventually(lambda: node.node.edges.http.limits.calls.taken, "it waits for its body")  # type: ignore[union-attr]
             connection.sendall(whole[-1:])
-        connection.sendall(LAST)
-        refused, last = answers(connection)
+        connection.sendall(LAST_REQUEST)
+        refused, last = read_answers(connection)
     assert refused.startswith(b"500") and b'"code":"error"' in refused and last.startswith(b"200")
     assert not node.node.edges.http.limits.calls.taken  # type: ignore[union-attr]
 
@@ -320,11 +329,11 @@ def test_an_idle_connection_is_closed_but_not_during_a_poll(
     server = node.node.edges.http._server  # type: ignore[union-attr]
     assert server is not None
     monkeypatch.setattr(server.config, "timeout_keep_alive", 0.2)
-    poll = request_of("/v1/topics/ordered/receive?group=idle&wait=1s")
+    poll = build_post("/v1/topics/ordered/receive?group=idle&wait=1s")
     with connect(node) as connection:
         # The timer starts with the first answer, and ends during the poll.
-        connection.sendall(LAST.replace(b"Connection: close\r\n", b"") + poll)
-        received = answers(connection)
+        connection.sendall(LAST_REQUEST.replace(b"Connection: close\r\n", b"") + poll)
+        received = read_answers(connection)
     assert [part[:3] for part in received] == [b"200", b"200"]
 
 
@@ -332,7 +341,7 @@ def test_an_idle_connection_is_closed_but_not_during_a_poll(
 
 
 class Served:
-    """A connection in the running loop, with a stored transport and these handlers."""
+    """A connection in the running loop, with a recording transport. `handlers`: by the path without its slash."""
 
     def __init__(self, **handlers: requests.Handler | requests.DirectHandler) -> None:
         self.limits = requests.RequestLimits()
@@ -351,8 +360,8 @@ class Served:
         config.load()
         config.loaded_app = cast(Any, requests.PathTable(endpoints))
         self.connection = bounds.HttpConnection(config, ServerState(), {})
-        self.stored = Kept()
-        self.connection.connection_made(self.stored)
+        self.transport = RecordingTransport()
+        self.connection.connection_made(self.transport)
 
     async def receive(self, data: bytes) -> None:
         """Pass bytes of the client to the connection, and let its tasks run."""
@@ -360,15 +369,17 @@ class Served:
         await self.settle()
 
     async def settle(self) -> None:
+        """Let the tasks of the connection run until they wait."""
         for _ in range(20):
             await asyncio.sleep(0)
 
     @property
     def statuses(self) -> list[bytes]:
-        return [part[:3] for part in b"".join(self.stored.writes).split(b"HTTP/1.1 ")[1:]]
+        """The statuses of all answers written so far."""
+        return [part[:3] for part in b"".join(self.transport.writes).split(b"HTTP/1.1 ")[1:]]
 
 
-def get_of(name: str, method: str = "GET", headers: str = "") -> bytes:
+def build_get(name: str, method: str = "GET", headers: str = "") -> bytes:
     return f"{method} /{name} HTTP/1.1\r\n{headers}\r\n".encode()
 
 
@@ -386,10 +397,10 @@ async def stream(_: requests.Call) -> requests.Stream:
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
-        (get_of("none"), b"404"),
-        (get_of("short"), b"200"),
-        (get_of("stream"), b"200"),
-        (get_of("stream", "HEAD"), b"200"),
+        (build_get("none"), b"404"),
+        (build_get("short"), b"200"),
+        (build_get("stream"), b"200"),
+        (build_get("stream", "HEAD"), b"200"),
     ],
     ids=["unknown path", "answer", "stream", "head of a stream"],
 )
@@ -401,7 +412,7 @@ def test_an_answer_waits_for_a_client_that_does_not_read(
         served = Served(short=short, stream=stream)
         served.connection.pause_writing()
         await served.receive(request_line)
-        assert not served.stored.writes
+        assert not served.transport.writes
         if reads:
             served.connection.resume_writing()
             await served.settle()
@@ -409,7 +420,7 @@ def test_an_answer_waits_for_a_client_that_does_not_read(
             await asyncio.wait(served.connection.tasks)
         await served.settle()
         assert served.statuses == ([status] if reads else [])
-        assert served.stored.is_aborted is not reads
+        assert served.transport.is_aborted is not reads
 
     for module in (bounds, requests):
         monkeypatch.setattr(module, "ANSWER_S", BOUND_S if reads else 0.01)
@@ -423,8 +434,8 @@ def test_a_written_answer_is_counted_until_the_client_reads_it(
 ) -> None:
     async def serve() -> None:
         served = Served(short=requests.DirectHandler(begin, short) if is_direct else short)
-        served.stored.on_full = served.connection.pause_writing
-        await served.receive(get_of("short"))
+        served.transport.on_full = served.connection.pause_writing
+        await served.receive(build_get("short"))
         assert served.statuses == [b"200"]
         assert served.limits.sent.held_bytes == len(b"short")
         if reads:
@@ -433,7 +444,7 @@ def test_a_written_answer_is_counted_until_the_client_reads_it(
         while served.connection.tasks:  # within the limit
             await asyncio.wait(served.connection.tasks)
         assert served.limits.sent.held_bytes == 0
-        assert served.stored.is_aborted is not reads
+        assert served.transport.is_aborted is not reads
 
     def begin(_: requests.Call, respond: requests.Respond) -> bool:
         respond(Answer(200, b"short"))
@@ -446,7 +457,7 @@ def test_a_written_answer_is_counted_until_the_client_reads_it(
 def test_a_large_answer_that_was_begun_before_the_limit_was_reached_is_refused() -> None:
     async def serve() -> None:
         served = Served(large=large)
-        await served.receive(get_of("large"))
+        await served.receive(build_get("large"))
         served.limits.sent.add("", requests.SENT_BYTES_MAX)  # answers to other requests of this address
         is_built.set()
         await served.settle()
@@ -463,7 +474,7 @@ def test_a_large_answer_that_was_begun_before_the_limit_was_reached_is_refused()
 def test_an_answer_that_the_system_takes_at_once_is_not_counted() -> None:
     async def serve() -> None:
         served = Served(short=short)
-        await served.receive(get_of("short"))
+        await served.receive(build_get("short"))
         assert served.statuses == [b"200"]
         assert not served.connection.tasks and served.limits.sent.held_bytes == 0
 
@@ -475,8 +486,8 @@ def test_a_stream_over_its_limit_is_refused_when_the_client_reads(monkeypatch: p
         served = Served(stream=stream)
         served.limits.streams = SharedLimit("streams", 0)
         served.connection.pause_writing()
-        await served.receive(get_of("stream"))
-        assert not served.stored.writes
+        await served.receive(build_get("stream"))
+        assert not served.transport.writes
         served.connection.resume_writing()
         await served.settle()
         assert served.statuses == [b"429"]
@@ -484,12 +495,14 @@ def test_a_stream_over_its_limit_is_refused_when_the_client_reads(monkeypatch: p
     asyncio.run(serve())
 
 
-def test_the_end_of_a_stream_waits_a_limited_time_for_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_stream_waits_a_limited_time_for_a_client_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def serve() -> None:
         served = Served(stream=pausing)
-        await served.receive(get_of("stream"))
+        await served.receive(build_get("stream"))
         await asyncio.wait(served.connection.tasks)
-        assert served.stored.is_closed and served.statuses == [b"200"]
+        assert served.transport.is_closed and served.statuses == [b"200"]
 
     async def pausing(call: requests.Call) -> requests.Stream:
         async def chunks() -> AsyncGenerator[bytes, None]:
@@ -507,11 +520,11 @@ def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
 ) -> None:
     async def serve() -> None:
         served = Served(short=short)
-        served.connection.data_received(get_of("none"))
-        served.stored.unread_bytes = 1
+        served.connection.data_received(build_get("none"))
+        served.transport.unread_bytes = 1
         served.connection.eof_received()
         assert served.statuses == [b"404"]
-        while not served.stored.is_aborted:
+        while not served.transport.is_aborted:
             await asyncio.sleep(0.001)
 
     monkeypatch.setattr(bounds, "LAST_BYTES_S", 0.01)
@@ -519,19 +532,20 @@ def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
 
 
 @pytest.mark.parametrize(
-    "pieces", [[get_of("none") + get_of("asked")], [get_of("none") + b"GET ", b"/asked HTTP/1.1\r\n\r\n"]]
+    "pieces",
+    [[build_get("none") + build_get("asked")], [build_get("none") + b"GET ", b"/asked HTTP/1.1\r\n\r\n"]],
 )
 def test_a_connection_is_not_idle_while_a_request_is_served(pieces: list[bytes]) -> None:
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         served = Served(asked=asked.handler)
         served.connection.timeout_keep_alive = 0
         for piece in pieces:
             await served.receive(piece)
-        assert not served.stored.is_closed
+        assert not served.transport.is_closed
         asked.answer()
         await served.settle()
-        assert served.stored.is_closed and served.statuses == [b"404", b"200"]
+        assert served.transport.is_closed and served.statuses == [b"404", b"200"]
 
     asyncio.run(serve())
 
@@ -539,11 +553,11 @@ def test_a_connection_is_not_idle_while_a_request_is_served(pieces: list[bytes])
 def test_empty_lines_keep_no_connection_open() -> None:
     async def serve() -> None:
         served = Served(short=short)
-        await served.receive(get_of("none"))
+        await served.receive(build_get("none"))
         await served.receive(b"\r\n")
         served.connection.timeout_keep_alive = 0
         served.connection.timeout_keep_alive_handler()
-        assert served.stored.is_closed
+        assert served.transport.is_closed
 
     asyncio.run(serve())
 
@@ -554,31 +568,31 @@ def test_at_a_stop_a_request_on_its_way_is_refused_and_a_running_one_is_answered
     """A client that sends on a connection that it believes idle knows that the broker did nothing."""
 
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         idle, running, silent = Served(short=short), Served(asked=asked.handler), Served()
-        await idle.receive(get_of("none"))
-        await running.receive(get_of("asked"))
+        await idle.receive(build_get("none"))
+        await running.receive(build_get("asked"))
         idle.connection.shutdown()
         running.connection.shutdown()
-        assert not idle.stored.is_closed and not running.stored.is_closed
-        await idle.receive(get_of("short"))
+        assert not idle.transport.is_closed and not running.transport.is_closed
+        await idle.receive(build_get("short"))
         asked.answer()
         await running.settle()
         assert (idle.statuses, running.statuses) == ([b"404", b"503"], [b"200"])
-        assert idle.stored.is_closed and running.stored.is_closed
+        assert idle.transport.is_closed and running.transport.is_closed
         monkeypatch.setattr(bounds, "LINGER_S", 0)
         silent.connection.shutdown()
         await silent.settle()
-        assert silent.stored.is_closed and not silent.statuses
+        assert silent.transport.is_closed and not silent.statuses
 
     asyncio.run(serve())
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-def test_a_task_that_is_cancelled_before_its_first_step_is_not_kept() -> None:
+def test_a_task_that_is_cancelled_before_its_first_step_is_forgotten() -> None:
     async def serve() -> None:
         served = Served(short=short)
-        served.connection.data_received(get_of("short"))
+        served.connection.data_received(build_get("short"))
         (task,) = served.connection.tasks
         task.cancel()
         await served.settle()
@@ -590,8 +604,8 @@ def test_a_task_that_is_cancelled_before_its_first_step_is_not_kept() -> None:
 # ---- the limits for what a client sends ahead -------------------------------------------------------------------
 
 
-class Asked:
-    """A handler whose answers a test gives, in any order."""
+class ManualHandler:
+    """A handler that answers only when the test calls `answer`: the oldest request first."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[requests.Call, requests.Respond]] = []
@@ -610,7 +624,7 @@ class Asked:
         self.calls.pop(0)[1](Answer(200, b"asked"))
 
 
-CHUNKED = get_of("asked", "POST", "transfer-encoding: chunked\r\n")
+CHUNKED = build_get("asked", "POST", "transfer-encoding: chunked\r\n")
 
 
 @pytest.mark.parametrize(
@@ -618,15 +632,15 @@ CHUNKED = get_of("asked", "POST", "transfer-encoding: chunked\r\n")
     [(b"0\r\n", b"a: b\r\n"), (b"0\r\na: ", b"b"), (b"1;a=", b"b"), (b"", b"\r\n")],
     ids=["trailers", "one trailer", "extension", "empty lines"],
 )
-def test_bytes_that_no_request_needs_are_limited(begin: bytes, more: bytes) -> None:
+def test_trailers_extensions_and_empty_lines_in_pieces_are_limited(begin: bytes, more: bytes) -> None:
     async def serve() -> None:
-        served = Served(asked=Asked().handler)
-        await served.receive(CHUNKED + begin if begin else get_of("none"))
+        served = Served(asked=ManualHandler().handler)
+        await served.receive(CHUNKED + begin if begin else build_get("none"))
         for _ in range(bounds.HEAD_BYTES_MAX // 1_024 + 1):
-            assert not served.stored.is_closed
+            assert not served.transport.is_closed
             await served.receive(more * (1_024 // len(more)))
         await served.receive(more * 1_024)
-        assert served.stored.is_closed
+        assert served.transport.is_closed
         assert len(served.connection.headers) < 2
 
     asyncio.run(serve())
@@ -634,7 +648,7 @@ def test_bytes_that_no_request_needs_are_limited(begin: bytes, more: bytes) -> N
 
 def test_trailers_are_no_headers() -> None:
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         served = Served(asked=asked.handler)
         await served.receive(CHUNKED + b"2\r\nab\r\n0\r\n" + b"a: b\r\n" * 10 + b"\r\n")
         ((call, _),) = asked.calls
@@ -644,14 +658,14 @@ def test_trailers_are_no_headers() -> None:
     asyncio.run(serve())
 
 
-def test_nothing_is_read_while_requests_wait() -> None:
+def test_nothing_is_read_from_a_connection_while_requests_wait() -> None:
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         served = Served(asked=asked.handler)
-        await served.receive(get_of("asked") * 4)
+        await served.receive(build_get("asked") * 4)
         for waiting in (3, 2, 1, 0):
             assert (len(asked.calls), len(served.connection.waiting)) == (1, waiting)
-            assert served.stored.is_paused is (waiting > 0)
+            assert served.transport.is_paused is (waiting > 0)
             asked.answer()
             await served.settle()
         assert served.statuses == [b"200"] * 4
@@ -661,24 +675,24 @@ def test_nothing_is_read_while_requests_wait() -> None:
 
 def test_the_time_limit_of_a_head_does_not_run_while_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         served = Served(asked=asked.handler)
-        await served.receive(get_of("asked") * 2 + b"GET /as")
+        await served.receive(build_get("asked") * 2 + b"GET /as")
         await asyncio.sleep(2 * bounds.HEAD_S)
-        assert not served.stored.is_aborted
+        assert not served.transport.is_aborted
         asked.answer()
         await served.settle()
-        assert not served.stored.is_paused and not served.stored.is_closed
+        assert not served.transport.is_paused and not served.transport.is_closed
         await asyncio.sleep(2 * bounds.HEAD_S)
         asked.answer()  # the request before the incomplete head gets its answer
         await served.settle()
-        assert served.stored.is_closed and served.statuses == [b"200", b"200"]
+        assert served.transport.is_closed and served.statuses == [b"200", b"200"]
 
     monkeypatch.setattr(bounds, "HEAD_S", 0.02)
     asyncio.run(serve())
 
 
-def head_of(size_bytes: int) -> bytes:
+def build_head(size_bytes: int) -> bytes:
     """Build the head of a GET with exactly this size."""
     begin, end = b"GET /short HTTP/1.1\r\na: ", b"\r\n\r\n"
     return begin + b"x" * (size_bytes - len(begin) - len(end)) + end
@@ -694,14 +708,14 @@ def test_a_head_of_more_than_the_limit_is_refused_however_it_arrives(
 ) -> None:
     async def serve() -> None:
         served = Served(short=short)
-        head = head_of(size_bytes)
+        head = build_head(size_bytes)
         if is_divided:
             await served.receive(head[: size_bytes // 2])
             await served.receive(head[size_bytes // 2 :])
         else:
             await served.receive(head)
         assert served.statuses == [b"200" if is_accepted else b"400"]
-        assert served.stored.is_closed is not is_accepted
+        assert served.transport.is_closed is not is_accepted
 
     asyncio.run(serve())
 
@@ -709,10 +723,10 @@ def test_a_head_of_more_than_the_limit_is_refused_however_it_arrives(
 @pytest.mark.parametrize("is_divided", [False, True], ids=["one piece", "two pieces"])
 def test_a_large_head_behind_a_request_with_a_body_is_refused(*, is_divided: bool) -> None:
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         served = Served(asked=asked.handler)
-        earlier = get_of("asked", "POST", "content-length: 4\r\n") + b"body"
-        head = head_of(bounds.HEAD_BYTES_MAX + 1)
+        earlier = build_get("asked", "POST", "content-length: 4\r\n") + b"body"
+        head = build_head(bounds.HEAD_BYTES_MAX + 1)
         # The first piece contains the earlier request and, if there are two, half of the head.
         begin = head[: len(head) // 2] if is_divided else head
         await served.receive(earlier + begin)
@@ -720,7 +734,7 @@ def test_a_large_head_behind_a_request_with_a_body_is_refused(*, is_divided: boo
         asked.answer()
         await served.settle()
         assert served.statuses == [b"200"]  # a refusal behind another request has no answer
-        assert served.stored.is_closed
+        assert served.transport.is_closed
 
     asyncio.run(serve())
 
@@ -732,18 +746,18 @@ def test_a_large_head_behind_a_request_with_a_body_is_refused(*, is_divided: boo
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_an_invalid_request_closes_behind_the_answers_to_earlier_ones(invalid: bytes, ahead: int) -> None:
     async def serve() -> None:
-        asked = Asked()
+        asked = ManualHandler()
         served = Served(asked=asked.handler)
-        await served.receive(get_of("asked") * ahead)
+        await served.receive(build_get("asked") * ahead)
         await served.receive(invalid[:1])
         await served.receive(invalid[1:])
         for _ in range(ahead):
-            assert not served.stored.is_closed
-            await served.receive(get_of("none"))
+            assert not served.transport.is_closed
+            await served.receive(build_get("none"))
             asked.answer()
             await served.settle()
-        assert served.stored.is_closed and served.statuses == [b"200"] * ahead
-        assert b"".join(served.stored.writes).count(b"connection: close") == 1
+        assert served.transport.is_closed and served.statuses == [b"200"] * ahead
+        assert b"".join(served.transport.writes).count(b"connection: close") == 1
 
     asyncio.run(serve())
 
@@ -751,10 +765,10 @@ def test_an_invalid_request_closes_behind_the_answers_to_earlier_ones(invalid: b
 def test_a_request_with_an_invalid_body_is_refused_at_once() -> None:
     async def serve() -> None:
         served = Served(reading=reading)
-        await served.receive(get_of("reading", "POST", "transfer-encoding: chunked\r\n"))
-        assert served.connection.tasks and not served.stored.is_closed
+        await served.receive(build_get("reading", "POST", "transfer-encoding: chunked\r\n"))
+        assert served.connection.tasks and not served.transport.is_closed
         await served.receive(b"none\r\n")
-        assert served.stored.is_closed and served.statuses == [b"400"]
+        assert served.transport.is_closed and served.statuses == [b"400"]
         served.connection.connection_lost(None)
         await asyncio.wait(served.connection.tasks)
 

@@ -13,10 +13,10 @@ from timeball.model.limits import DAY_MS
 from timeball.model.message import READ_SCHEMA
 
 
-def rows(*found: dict[str, object]) -> pa.RecordBatch:
-    complete = [{"kind": 0, "store_ms": 1_767_225_600_005, **item} for item in found]
+def rows(*values: dict[str, object]) -> pa.RecordBatch:
+    complete = [{"kind": 0, "store_ms": 1_767_225_600_005, **item} for item in values]
     return pa.RecordBatch.from_pylist(
-        [{n: item.get(n) for n in READ_SCHEMA.names} for item in complete], READ_SCHEMA
+        [{name: item.get(name) for name in READ_SCHEMA.names} for item in complete], READ_SCHEMA
     )
 
 
@@ -25,8 +25,8 @@ def test_each_event_has_the_position_after_it_as_its_id() -> None:
         {"seq": 5, "queue_id": 1, "queue_offset": 7, "body": b"line\nline", "due_ms": 1_767_225_600_000},
         {"seq": 6, "queue_id": 0, "queue_offset": 3, "body": b"\xff", "tag": "t", "keys": "a b"},
     )
-    first, second, rest = answers_codec.encode_events(result, (3, 7))[0].decode().split("\n\n")
-    assert rest == ""
+    first, second, after_last = answers_codec.encode_events(result, (3, 7))[0].decode().split("\n\n")
+    assert after_last == ""
     assert first.split("\n")[0] == "id: 3-8"
     assert second.split("\n")[0] == "id: 4-8"
     (data,) = first.split("\n")[1:]  # one line, whatever the body
@@ -46,7 +46,7 @@ def test_lateness_counts_from_the_acceptance_of_overdue_messages() -> None:
     assert (event["due"], event["lateness_ms"]) == ("2025-12-31T00:00:00.005Z", 3)
 
 
-def test_events_that_exceed_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_behind_the_event_that_exceeds_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     result = rows(*({"seq": seq, "queue_id": seq % 2, "queue_offset": seq, "body": b"x"} for seq in range(4)))
     data, position = answers_codec.encode_events(result, (0, 0))
     assert data.count(b"id: ") == 4 and position is None

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from starlette.datastructures import QueryParams
-from tests.edges.http.test_connection import Kept
+from tests.edges.http.test_connection import RecordingTransport
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from timeball.edges.http.codec import Answer
@@ -23,8 +23,8 @@ class Flow:
         self.resumed += 1
 
 
-def exchange_of(method: str = "POST", *, keep_alive: bool = True) -> tuple[Exchange, Kept]:
-    transport = Kept()
+def build_exchange(method: str = "POST", *, keep_alive: bool = True) -> tuple[Exchange, RecordingTransport]:
+    transport = RecordingTransport()
     exchange = Exchange(
         method, Target("/", QueryParams(""), {}), {}, peer="", transport=transport,
         flow=cast(FlowControl, Flow()), keep_alive=keep_alive, expects_continue=False,
@@ -36,7 +36,7 @@ def exchange_of(method: str = "POST", *, keep_alive: bool = True) -> tuple[Excha
 @pytest.mark.parametrize("pieces", [[], [b"a"], [b"a", b"bc"], [b"a", b"bc", b"d"]])
 def test_a_whole_body_is_taken_and_the_next_event_is_the_disconnect(pieces: list[bytes]) -> None:
     async def take() -> tuple[bytes, bool, Any]:
-        exchange, _ = exchange_of()
+        exchange, _ = build_exchange()
         for piece in pieces:
             exchange.add_body(piece)
         exchange.more_body = False
@@ -53,7 +53,7 @@ def test_a_whole_body_is_taken_and_the_next_event_is_the_disconnect(pieces: list
 
 def test_pieces_that_come_while_a_handler_waits_are_received() -> None:
     async def receive() -> list[Any]:
-        exchange, _ = exchange_of()
+        exchange, _ = build_exchange()
         exchange.add_body(b"a")
         events = [await exchange.receive()]
         event = asyncio.ensure_future(exchange.receive())
@@ -72,7 +72,7 @@ def test_pieces_that_come_while_a_handler_waits_are_received() -> None:
     [("POST", True, b"", b"{}"), ("HEAD", True, b"", b""), ("POST", False, b"connection: close\r\n", b"{}")],
 )
 def test_an_answer_is_one_write(method: str, keep_alive: bool, lines: bytes, body: bytes) -> None:
-    exchange, transport = exchange_of(method, keep_alive=keep_alive)
+    exchange, transport = build_exchange(method, keep_alive=keep_alive)
     exchange.write(Answer(201, {}, ((b"a", b"b"),)))
     assert transport.writes == [
         b"HTTP/1.1 201 Created\r\ncontent-type: application/json\r\ncache-control: no-store\r\n"
@@ -82,7 +82,7 @@ def test_an_answer_is_one_write(method: str, keep_alive: bool, lines: bytes, bod
 
 
 def test_a_client_that_has_disconnected_gets_no_answer() -> None:
-    exchange, transport = exchange_of()
+    exchange, transport = build_exchange()
     exchange.disconnected = True
     exchange.write(Answer(200, {}))
     assert not transport.writes and not exchange.response_complete

@@ -1,4 +1,4 @@
-"""Hostile requests get a problem document with the right status, and affect no other request."""
+"""Invalid requests get a problem document with the right status, and affect no other request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEND = "/v1/topics/hostile/messages"
 JSON_HEADERS = "Content-Type: application/json\r\nConnection: close\r\n"
 
 
-def talk(node: RunningNode, data: bytes) -> bytes:
+def send_and_read(node: RunningNode, data: bytes) -> bytes:
     """Return everything that the server sends for these bytes, until it closes or is silent for long."""
     with socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S) as connection:
         connection.sendall(data)
@@ -110,7 +110,7 @@ def test_an_invalid_request_is_a_problem_with_its_status(
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_a_head_request_has_no_body_and_a_wrong_method_gets_the_allowed_ones(client: Client) -> None:
+def test_a_head_request_has_no_body_and_a_wrong_method_gets_the_valid_methods(client: Client) -> None:
     head = client.ask("HEAD", "/health/live")
     assert (head.status, head.value) == (200, None)
     assert client.ask("PUT", SEND, {"body": "x"}).headers["allow"] == "POST"
@@ -162,17 +162,17 @@ def test_a_body_that_is_not_complete_in_time_is_refused(
 ) -> None:
     monkeypatch.setattr(requests, "BODY_S", 0.2)
     head = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 10\r\n\r\n"
-    assert status_of(talk(node, head.encode() + b"{")) == 408
+    assert status_of(send_and_read(node, head.encode() + b"{")) == 408
     assert node.node.edges is not None
     eventually(lambda: not node.node.edges.http.limits.received.held_bytes, "its bytes are given back")  # type: ignore[union-attr]
 
 
 def test_random_bytes_do_not_disturb_other_clients(node: RunningNode, client: Client) -> None:
     source = random.Random(7)
-    good = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 30\r\n\r\n"
+    valid = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 30\r\n\r\n"
     seen = set()
     for _ in range(200):
-        data = bytearray(good.encode() + json.dumps({"body": "x", "after": "1h"}).encode()[:30].ljust(30))
+        data = bytearray(valid.encode() + json.dumps({"body": "x", "after": "1h"}).encode()[:30].ljust(30))
         for _ in range(source.randrange(1, 6)):
             data[source.randrange(len(data))] = source.randrange(256)
         with socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S) as connection:
@@ -247,7 +247,7 @@ def test_pipelined_requests_get_whole_answers_in_their_order(node: RunningNode) 
         SEND.encode(), len(first), first,
     )  # fmt: skip
     last = b"HEAD /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    parts = talk(node, send * 3 + last).split(b"HTTP/1.1 ")[1:]
+    parts = send_and_read(node, send * 3 + last).split(b"HTTP/1.1 ")[1:]
     assert [part[:3] for part in parts] == [b"201"] * 3 + [b"200"]
     assert b"connection: close\r\n" in parts[3] and parts[3].endswith(b"\r\n\r\n"), "a HEAD has no body"
     for part in parts[:3]:

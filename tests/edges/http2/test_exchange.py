@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from tests.node_fixture import RunningNode, eventually
 from timeball.edges.grpc.dispatch import SERVICE_NAME
 from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
 from timeball.edges.http2 import frames
-from timeball.edges.http2.exchange import Exchange
+from timeball.edges.http2.exchange import Call, DecompressionError, Exchange, decompress
 from timeball.edges.http2.frames import Fault, GrpcStatus, frame
+from timeball.model.access import ANONYMOUS
 
 BEAT = s.HeartbeatRequest(group=d.Resource(name="g")).SerializeToString()
 SETTINGS = s.TelemetryCommand(settings=consumer_settings("g")).SerializeToString()
@@ -225,3 +226,45 @@ def test_a_stop_sends_goaway_twice_and_ends_open_calls(node: RunningNode) -> Non
             if kind == frames.GOAWAY
         ]
         assert last == [frames.LAST_STREAM, number]
+
+
+# ---- parts that need no connection ------------------------------------------------------------------------------
+
+BYTES_MAX = 1_000  # of a decompressed message
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+@pytest.mark.parametrize("size_bytes", [0, 1, BYTES_MAX])
+def test_a_message_up_to_the_maximum_is_decompressed(
+    encoding: str, compress: Callable[[bytes], bytes], size_bytes: int
+) -> None:
+    data = b"x" * size_bytes
+    assert decompress(compress(data), encoding, BYTES_MAX) == data
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding", "status"),
+    [
+        (b"", "identity", GrpcStatus.UNIMPLEMENTED),
+        (b"", "snappy", GrpcStatus.UNIMPLEMENTED),
+        (b"no gzip", "gzip", GrpcStatus.INTERNAL),
+        (
+            gzip.compress(b"abc", mtime=0)[:-1],
+            "gzip",
+            GrpcStatus.INTERNAL,
+        ),  # these bytes are part of the test's name
+        (zlib.compress(bytes(BYTES_MAX + 1)), "deflate", GrpcStatus.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_an_invalid_or_too_large_message_is_refused_with_a_status(
+    data: bytes, encoding: str, status: GrpcStatus
+) -> None:
+    with pytest.raises(DecompressionError) as refused:
+        decompress(data, encoding, BYTES_MAX)
+    assert refused.value.status == status
+    assert refused.value.text == str(refused.value)
+
+
+def test_a_call_with_headers_only_has_no_deadline_and_an_anonymous_caller() -> None:
+    call = Call({"te": "trailers"})
+    assert (call.remaining_s, call.caller, call.peer) == (None, ANONYMOUS, "")

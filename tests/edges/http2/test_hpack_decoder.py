@@ -124,7 +124,7 @@ def corrupt(chance: random.Random, data: bytes) -> bytes:
 
 
 @given(st.lists(BLOCK, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_corrupted_blocks_are_what_hpack_reads_or_a_fault(
+def test_a_corrupted_block_is_decoded_as_by_hpack_or_refused(
     blocks: list[tuple[int | None, bool, list[tuple[str, str]]]], chance: random.Random
 ) -> None:
     encoder, reference = Encoder(), Decoder(LIST_BYTES_MAX)
@@ -151,15 +151,15 @@ def test_random_bytes_are_decoded_or_break_a_rule(decoder_type: Make, data: byte
     assert not isinstance(result, Fault) or result in (Fault.COMPRESSION_ERROR, Fault.ENHANCE_YOUR_CALM)
 
 
-BAD = [
+INVALID_BLOCKS = [
     "80", "be", "3fe21f", "0001", "000161", "00016102", "0001617f", "00ff80808080808000", "000161817e",
     "000161847fffffff", "00016184ffffffff", "000161ffffffff07", "000161" "01ff", "8220", "5f", "1f80", "ff8080808080",
 ]  # fmt: skip
 
 
 @each_decoder
-@pytest.mark.parametrize("data", BAD)
-def test_bad_blocks_end_the_connection(decoder_type: Make, data: str) -> None:
+@pytest.mark.parametrize("data", INVALID_BLOCKS)
+def test_an_invalid_block_breaks_a_rule(decoder_type: Make, data: str) -> None:
     with pytest.raises(BrokenRule) as broken:
         decoder_type(LIST_BYTES_MAX).decode(bytes.fromhex(data))
     assert broken.value.fault == Fault.COMPRESSION_ERROR
@@ -172,7 +172,7 @@ def test_padding_of_zeros_or_of_a_whole_byte_breaks_a_rule(decoder_type: Make, d
 
 
 @each_decoder
-def test_a_block_that_unpacks_to_too_much_ends_the_connection(decoder_type: Make) -> None:
+def test_a_block_that_decodes_to_too_many_bytes_breaks_a_rule(decoder_type: Make) -> None:
     decoder = decoder_type(1_000)
     block = Encoder().encode([("a", "v" * 700)])
     assert decoder.decode(block)[0] == {"a": "v" * 700}

@@ -73,7 +73,7 @@ class Echo(Stream):
             self.task = asyncio.ensure_future(self.answer())
 
     async def answer(self) -> None:
-        self.streams.write(frame(1, 4, self.number, RESPONSE))
+        self.streams.write(frame(frames.HEADERS, frames.END_HEADERS, self.number, RESPONSE))
         for size_bytes in self.part_sizes:
             if not self.send(size_bytes * b"x"):
                 await self.sent()
@@ -169,7 +169,7 @@ def test_each_call_gets_its_whole_answer(calls: list[tuple[int, list[int]]], win
     asyncio.run(converse(calls, window, piece))
 
 
-def test_answers_for_a_socket_that_accepts_nothing_wait_in_their_streams() -> None:
+def test_answers_wait_in_their_streams_while_the_socket_accepts_nothing() -> None:
     """Eight answers of a megabyte, with windows that never block, wait in their streams, not in the transport."""
 
     async def check() -> None:
@@ -209,7 +209,7 @@ def test_a_stream_with_an_empty_window_blocks_only_itself() -> None:
     asyncio.run(check())
 
 
-def test_a_change_of_the_initial_window_visits_only_unblocked_streams() -> None:
+def test_a_change_of_the_initial_window_lets_only_unblocked_streams_send() -> None:
     """One setting changes the windows of all open streams, and only streams that it unblocks are visited."""
 
     async def check() -> None:

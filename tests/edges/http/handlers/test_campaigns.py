@@ -10,11 +10,11 @@ from tests.accounts import SECRETS, guarded_node
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode
 
-FAR_MS = 4_000_000_000_000  # a campaign is finished when the last of its instants has passed
+FAR_MS = 4_000_000_000_000  # the last due time of a running campaign: later than any test
 
 
 def planned(node: RunningNode, name: str, client: Client | None = None, rows: int = 3) -> None:
-    """A planned campaign; with a client that may send, one whose messages wait."""
+    """Plan a campaign. With `client`, also send its messages and mark the campaign as running."""
 
     async def plan(first_seq: int | None) -> None:
         await node.broker.change_campaign(name, "plan", rows=rows)
@@ -58,7 +58,7 @@ def test_a_resume_with_shift_delays_the_messages(client: Client, node: RunningNo
     assert answer["state"] in ("running", "finished") and answer["shift_ms"] >= 0
 
 
-def test_an_impossible_change_is_a_problem(client: Client, node: RunningNode) -> None:
+def test_a_change_that_the_state_does_not_allow_is_refused(client: Client, node: RunningNode) -> None:
     planned(node, "not-yet")
     assert client.ask("POST", "/v1/campaigns/not-yet/pause", {}).value["code"] == "out_of_range"
     assert client.ask("GET", "/v1/campaigns/unknown").value["code"] == "not_found"

@@ -1,4 +1,4 @@
-"""A manual clock over HTTP: it exists only where it was asked for, and an advance releases what becomes due."""
+"""A manual clock over HTTP: it exists only with --clock manual, and an advance releases the due messages."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from timeball.model.errors import SetupError
 
 
 @pytest.fixture(scope="module")
-def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+def clock_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     clock = ManualClock()
     with running_node(tmp_path_factory.mktemp("clock") / "data", clock, http_port=0) as running:
         yield running
 
 
 @pytest.fixture
-def client(standing: RunningNode) -> Iterator[Client]:
-    with client_of(standing) as client:
+def client(clock_node: RunningNode) -> Iterator[Client]:
+    with client_of(clock_node) as client:
         yield client
 
 
-def test_a_broker_with_the_systems_clock_has_no_such_path(tmp_path: Path) -> None:
+def test_a_broker_with_the_system_clock_has_no_path_to_advance_it(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", http_port=0) as node, client_of(node) as client:
         assert client.ask("GET", "/v1/clock").status == 404
         assert client.ask("POST", "/v1/clock/advance", {"after": "1d"}).status == 404
         assert client.ask("GET", "/v1/broker").value["clock"] == "system"
 
 
-def test_an_advance_lists_what_it_released_in_order(client: Client) -> None:
+def test_an_advance_lists_the_released_messages_in_order(client: Client) -> None:
     begin_ms = client.ask("GET", "/v1/clock").value["now_ms"]
     sent = [{"body": day, "after": f"{day}d", "id": day, "keys": ["a", "b"]} for day in ("40", "2", "3")]
     assert client.send("orders", sent).status == 201
@@ -51,12 +51,14 @@ def test_an_advance_lists_what_it_released_in_order(client: Client) -> None:
     assert client.ask("GET", "/v1/broker").value["clock"] == "manual"
 
 
-def test_an_advance_to_an_instant(client: Client) -> None:
+def test_the_clock_is_advanced_to_a_given_time(client: Client) -> None:
     at = "2026-01-01T00:00:00.000Z"
     assert client.ask("POST", "/v1/clock/advance", {"at": at}).value["now"] == at
 
 
-def test_a_long_list_is_cut_and_counted(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_advance_lists_the_first_released_messages_and_counts_all(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(operators, "RELEASED_ROWS_MAX", 3)
     client.send("many", [{"body": "x", "after": f"{seconds % 2 + 1}s"} for seconds in range(10)])
     advanced = client.ask("POST", "/v1/clock/advance", {"after": "1m"}).value
@@ -69,7 +71,9 @@ def test_a_long_list_is_cut_and_counted(client: Client, monkeypatch: pytest.Monk
      ({"at": "2020-01-01T00:00:00Z"}, 416)],
     ids=["neither", "both", "no unit", "unknown", "past"],
 )  # fmt: skip
-def test_an_advance_that_cannot_be_is_refused(client: Client, body: dict[str, object], status: int) -> None:
+def test_an_invalid_advance_is_refused_and_changes_nothing(
+    client: Client, body: dict[str, object], status: int
+) -> None:
     before = client.ask("GET", "/v1/clock").value
     assert client.ask("POST", "/v1/clock/advance", body).status == status
     assert client.ask("GET", "/v1/clock").value == before

@@ -35,12 +35,12 @@ def given_up(node: RunningNode, client: Client, topic: str, group: str, *message
     node.run(give_up())
 
 
-def test_groups_have_their_lags(client: Client, node: RunningNode) -> None:
+def test_a_group_shows_its_lag_and_its_dead_letters(client: Client, node: RunningNode) -> None:
     given_up(node, client, "counted", "counters", {"body": "a"}, {"body": "b"})
     assert client.send("counted", {"body": "c"}).status == 201
     result = client.ask("GET", "/v1/groups/counters").value
     assert result in client.ask("GET", "/v1/groups").value["groups"]
-    assert (result["dead_letters"], result["attempts_max"]) == (2, 17)
+    assert (result["lag"], result["dead_letters"], result["attempts_max"]) == (1, 2, 17)
     assert client.ask("GET", "/v1/groups/unknown").value["code"] == "group_not_found"
 
 
@@ -73,12 +73,12 @@ def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: Runni
     (cut,) = [letter for letter in letters if letter.get("body_cut")]
     assert cut["size_bytes"] == 2 << 20 and long.startswith(cut["body"])
     assert all(letter["topic"] == "jobs" and letter["died"].endswith("Z") for letter in letters)
-    item, two, _ = (letter["dead_letter"] for letter in letters)
-    answer = client.ask("POST", f"{path}/resend", {"dead_letters": [item, "7-99"]}).value
+    first_handle, second_handle, _ = (letter["dead_letter"] for letter in letters)
+    answer = client.ask("POST", f"{path}/resend", {"dead_letters": [first_handle, "7-99"]}).value
     verdicts = [result["verdict"] for result in answer["results"]]
     assert (answer["count"], verdicts) == (1, ["resent", "not_found"])
-    assert client.ask("POST", f"{path}/delete", {"dead_letters": [two]}).value["results"][0] == {
-        "dead_letter": two,
+    assert client.ask("POST", f"{path}/delete", {"dead_letters": [second_handle]}).value["results"][0] == {
+        "dead_letter": second_handle,
         "verdict": "deleted",
     }
     assert client.ask("POST", f"{path}/delete", {"all": True}).value == {"count": 1, "results": []}
@@ -88,11 +88,11 @@ def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: Runni
 @pytest.mark.parametrize(
     "body", [{}, {"all": True, "dead_letters": []}, {"dead_letters": ["x"]}, {"all": "yes"}]
 )
-def test_a_request_without_dead_letters_is_refused(client: Client, body: dict[str, Any]) -> None:
+def test_a_delete_that_names_no_valid_dead_letters_is_refused(client: Client, body: dict[str, Any]) -> None:
     assert client.ask("POST", "/v1/groups/movers/dead-letters/delete", body).status == 400
 
 
-def test_an_account_lists_its_own_groups(tmp_path: Path) -> None:
+def test_an_account_sees_no_groups_and_dead_letters_of_others(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         with client_of(node, f"Bearer other:{SECRETS['other']}") as other:
             assert other.ask("GET", "/v1/groups").value == {"groups": []}

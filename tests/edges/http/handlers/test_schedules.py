@@ -1,4 +1,4 @@
-"""The paths of recurring schedules: what they answer, what they refuse, and to whom."""
+"""The paths of recurring schedules: answers, refusals, permissions, and the conversions between JSON and facts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.broker.on_node import on_node
 from tests.broker.recurring.schedule_lives import facts_of
 from tests.crash.world import World
 from tests.edges.http.client import Client, Reply, client_of
-from tests.edges.http.test_connection import Kept
+from tests.edges.http.test_connection import RecordingTransport
 from tests.edges.http.test_exchange import Flow
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -94,7 +94,7 @@ def test_a_schedule_is_created_shown_changed_and_deleted(client: Client) -> None
         assert (answer.status, answer.value["code"]) == (404, "not_found")
 
 
-def test_pages(client: Client) -> None:
+def test_schedules_are_listed_in_pages(client: Client) -> None:
     for name in ("p1", "p2", "p3"):
         put(client, name, topic="paged")
     first = client.ask("GET", PATH, query={"max": 2, "topic": "paged"}).value
@@ -104,7 +104,7 @@ def test_pages(client: Client) -> None:
     assert client.ask("GET", PATH, query={"max": 0}).value["code"] == "out_of_range"
 
 
-def test_a_preview(client: Client) -> None:
+def test_a_preview_shows_the_next_times_of_a_rule(client: Client) -> None:
     asked = {"rule": {"every": "90m"}, "from": "2030-01-01T00:00:00Z", "count": 2}
     times = client.ask("POST", "/v1/preview", asked).value["times"]
     assert [time["due"] for time in times] == ["2030-01-01T01:30:00.000Z", "2030-01-01T03:00:00.000Z"]
@@ -135,11 +135,11 @@ def test_a_refused_request_creates_no_schedule(client: Client, code: str, wrong:
     assert client.ask("GET", f"{PATH}/wrong").status == 404
 
 
-def test_only_json_is_accepted(client: Client) -> None:
+def test_a_schedule_that_is_not_json_is_refused(client: Client) -> None:
     assert client.ask("PUT", f"{PATH}/a", b"{}", content_type="text/plain").status == 415
 
 
-def test_the_rights_of_the_topic_decide(tmp_path: Path) -> None:
+def test_a_schedule_needs_the_permission_for_its_topic(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
 
         def client(name: str) -> Any:
@@ -160,7 +160,7 @@ def test_the_rights_of_the_topic_decide(tmp_path: Path) -> None:
 async def test_the_rule_of_a_put_is_read_in_a_thread(world: World) -> None:
     exchange = Exchange(
         "PUT", Target(f"{PATH}/a", QueryParams(""), {"name": "a"}), {"content-type": "application/json"}, peer="",
-        transport=Kept(), flow=cast(FlowControl, Flow()), keep_alive=True, expects_continue=False,
+        transport=RecordingTransport(), flow=cast(FlowControl, Flow()), keep_alive=True, expects_continue=False,
     )  # fmt: skip
     exchange.add_body(json.dumps({**WANTED, "rule": {"every": "often"}}).encode())
     exchange.more_body = False
@@ -179,6 +179,7 @@ PROGRESS = Progress(State.ACTIVE, 5, number=7, due_ms=60_000, at_ms=5)
 
 
 def shown(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: object) -> Schedule:
+    """Build the answer that shows a schedule with these changes of its facts."""
     return show_schedule(Shown("a", facts_of(**changes), progress, "1970-01-01T00:01:00", may_read))  # type: ignore[arg-type]
 
 
@@ -230,7 +231,7 @@ def test_a_body_is_shown_only_to_those_who_may_receive() -> None:
     assert (hidden.body, hidden.base64) == (None, None)
 
 
-def test_invalid_requests_are_refused() -> None:
+def test_an_invalid_rule_time_or_body_is_refused() -> None:
     with pytest.raises(InvalidDelay):
         to_facts(SchedulePut(rule={}, topic="t", body="b"))
     with pytest.raises(InvalidDelay):
@@ -241,7 +242,7 @@ def test_invalid_requests_are_refused() -> None:
         preview_after_ms(Previewing(rule={}, start="soon"))
 
 
-def test_times_and_the_history() -> None:
+def test_times_and_the_history_of_a_schedule_are_shown() -> None:
     occurrence = Occurrence(60_000, "1970-01-01T00:01:00Z")
     [time] = show_times([occurrence]).times
     assert (time.due, time.due_ms, time.local) == ("1970-01-01T00:01:00.000Z", 60_000, "1970-01-01T00:01:00Z")

@@ -62,11 +62,12 @@ def acknowledge(client: Client, topic: str, messages: list[dict[str, Any]]) -> l
 
 
 def consuming(node: RunningNode) -> Consuming:
-    found: Consuming = node.broker.consuming
-    return found
+    part: Consuming = node.broker.consuming
+    return part
 
 
 def held(node: RunningNode, topic: str) -> int:
+    """Count the leased messages of a topic."""
     return sum(queue.open_rows for queue in consuming(node).leases.all() if queue.topic == topic)
 
 
@@ -167,7 +168,7 @@ def test_an_idle_stream_sends_empty_lines(
             lines.empty_lines += lines.answer.readline() == b"\n"
 
 
-def test_a_stream_goes_on_after_a_limit_is_reached(
+def test_a_stream_continues_after_the_limit_of_waiting_receives_is_reached(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receives, "KEEP_ALIVE_S", 0.05)

@@ -72,7 +72,7 @@ def test_a_refused_request_creates_no_subscription(client: Client, code: str, wr
     assert client.ask("GET", f"{PATH}/wrong").status == 404
 
 
-def test_only_json_is_accepted(client: Client) -> None:
+def test_a_subscription_that_is_not_json_is_refused(client: Client) -> None:
     assert client.ask("PUT", f"{PATH}/a", b"{}", content_type="text/plain").status == 415
 
 
@@ -113,7 +113,7 @@ def test_an_invalid_timeout_is_refused() -> None:
         Subscribing(topic="t", group="g", url="u", timeout="soon").to_subscription()
 
 
-def test_the_state_depends_on_the_subscription_and_its_receiver() -> None:
+def test_the_shown_state_depends_on_the_subscription_and_its_receiver() -> None:
     figures = PushFigures(ManualClock())
     assert show_subscription("a", subscription(), figures).state == "delivering"
     figures.is_held, figures.failures, figures.last_failure = True, 12, "timeout: no answer in time"

@@ -65,15 +65,15 @@ def test_pending_messages_are_paged_by_due_time(client: Client) -> None:
 def test_held_messages_are_marked_and_not_in_the_forecast(client: Client) -> None:
     client.send("held", {"body": "x", "key": "k", "after": "1h"})
 
-    def told() -> tuple[list[Any], Any]:
+    def held_and_counted() -> tuple[list[Any], Any]:
         listed = [*pages(client, topic="held"), *pages(client, topic="held", key="k")]
         forecast = client.ask("GET", "/v1/forecast", query={"by": "day", "topic": "held"}).value
         return [each.get("held") for each in listed], forecast["topics"]
 
     paused = client.ask("POST", "/v1/selections", {"action": "pause", "topics": ["held"]}).value["id"]
-    assert told() == ([True, True], {})
+    assert held_and_counted() == ([True, True], {})
     client.ask("POST", f"/v1/selections/{paused}/undo")
-    assert told() == ([None, None], {"held": 1})
+    assert held_and_counted() == ([None, None], {"held": 1})
 
 
 def test_cancelled_messages_are_not_listed(client: Client) -> None:
@@ -84,7 +84,7 @@ def test_cancelled_messages_are_not_listed(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "status", "says"),
+    ("query", "status", "advice"),
     [
         ({"max": "0"}, 416, "1 to 1000"),
         ({"max": "many"}, 416, "1 to 1000"),
@@ -93,11 +93,11 @@ def test_cancelled_messages_are_not_listed(client: Client) -> None:
     ],
 )
 def test_invalid_parameters_are_refused_with_advice(
-    client: Client, query: dict[str, str], status: int, says: str
+    client: Client, query: dict[str, str], status: int, advice: str
 ) -> None:
     answer = client.ask("GET", "/v1/messages", query=query)
     assert answer.status == status
-    assert says in answer.value["detail"]
+    assert advice in answer.value["detail"]
 
 
 def test_an_account_lists_messages_of_its_own_topics(guarded: RunningNode) -> None:
@@ -113,11 +113,11 @@ def test_a_forbidden_topic_looks_like_an_unknown_topic(guarded: RunningNode) -> 
     with client_of(guarded, bearer("shop")) as shop:
         answers = [shop.ask("GET", "/v1/messages", query={"topic": topic}) for topic in ("news", "none")]
         assert [answer.status for answer in answers] == [403, 403]
-        said = [
+        details = [
             answer.value["detail"].replace(name, "")
             for answer, name in zip(answers, ("news", "none"), strict=True)
         ]
-        assert said[0] == said[1]
+        assert details[0] == details[1]
 
 
 @pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
