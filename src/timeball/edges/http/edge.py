@@ -190,15 +190,20 @@ class HttpEdge:
         return PathTable(
             {
                 **{
-                    path: self._endpoint(path, methods, former_methods=handlers.former_methods.get(path))
+                    path: self._build_endpoint(
+                        path, methods, former_methods=handlers.former_methods.get(path)
+                    )
                     for path, methods in handlers.paths.items()
                 },
-                **{path: self._endpoint(path, methods, is_open=True) for path, methods in open_paths.items()},
-                "/openapi.json": self._endpoint("/openapi.json", {"GET": self._openapi}, is_open=True),
+                **{
+                    path: self._build_endpoint(path, methods, is_open=True)
+                    for path, methods in open_paths.items()
+                },
+                "/openapi.json": self._build_endpoint("/openapi.json", {"GET": self._openapi}, is_open=True),
             }
         )
 
-    def _endpoint(
+    def _build_endpoint(
         self,
         path: str,
         methods: Mapping[str, Handler | DirectHandler],
@@ -263,10 +268,10 @@ class Dashboard:
         )
 
     async def _redirect(self, call: Call) -> Answer:
-        return _redirection(b"dashboard/")
+        return _build_redirect(b"dashboard/")
 
     async def _redirect_to_reference(self, call: Call) -> Answer:
-        return _redirection(b"dashboard/reference.html")
+        return _build_redirect(b"dashboard/reference.html")
 
     async def _file(self, call: Call) -> Answer:
         """Answer with a file of the dashboard, by the name in the path."""
@@ -280,7 +285,8 @@ class Dashboard:
         return self._answers_by_file[name]
 
 
-def _redirection(location: bytes) -> Answer:
+def _build_redirect(location: bytes) -> Answer:
+    """Build the answer that sends a browser to another path."""
     # The location is relative, so that it also works behind a proxy that adds a prefix.
     return Answer(307, b"", ((b"location", location),), MEDIA_TYPES["html"])
 

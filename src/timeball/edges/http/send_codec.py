@@ -401,11 +401,13 @@ def _convert_messages(
     uses_rows = may_use_rows and now_ms is not None and len(messages) <= SMALL_BATCH_ROWS
     if keeps_delays and uses_rows:
         uses_rows = all(message.after is msgspec.UNSET for message in messages)
+    # body, tag, keys and properties of each message, for columns
     rows: list[tuple[bytes, str | None, str | None, str | None]] = []
     send_rows: list[SendRow] = []
     ids_and_times, size_bytes = list[IdAndTime](), 0
     unique: UniqueKey | None = None
     level_windows_ms: dict[int, int] = {}
+    expiry_now_ms = None if keeps_delays else now_ms
     for index, message in enumerate(messages):
         body, identity = _extract_body(index, message), _check_id_and_time(index, message, ids)
         # `latest` has the last time at which the message may be due: the end of its window.
@@ -422,9 +424,7 @@ def _convert_messages(
             or message.expires_in is not UNSET
             or message.on_expiry is not None
         ):
-            properties = (properties or "") + _encode_expiry(
-                message, latest, None if keeps_delays else now_ms
-            )
+            properties = (properties or "") + _encode_expiry(message, latest, expiry_now_ms)
         elif not EXPIRY_NAMES.isdisjoint(message.properties):
             check_expiry(message.properties, latest.due_ms)
         size_bytes += len(body) + len(properties or "")
@@ -435,7 +435,7 @@ def _convert_messages(
             keys = with_unique_key(keys, unique)
         if now_ms is None or not uses_rows:
             rows.append((body, tag, keys, properties))
-        else:
+        else:  # a row has a due time and no delay
             if identity.delay_ms is not None:
                 identity = IdAndTime(identity.message_id, now_ms + identity.delay_ms, None, True)
             send_rows.append(

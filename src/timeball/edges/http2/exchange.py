@@ -49,7 +49,7 @@ class Exchange(Stream):
     """A gRPC call. `serve` is run with its request, or with the stream of its requests.
 
     Incoming bytes wait in `_parts` until the next message is complete. For that message, `_message_bytes` is the size,
-    `_asked_bytes` the memory that the call waits for, and `_counted_bytes` the memory that it has reserved.
+    `_asked_bytes` the memory that the call waits for, and `_reserved_bytes` the memory that it has reserved.
     """
 
     __slots__ = (
@@ -57,7 +57,6 @@ class Exchange(Stream):
         "_asked_bytes",
         "_completion",
         "_compression",
-        "_counted_bytes",
         "_has_answered",
         "_has_begun",
         "_held_bytes",
@@ -68,6 +67,7 @@ class Exchange(Stream):
         "_parts",
         "_request",
         "_request_arrived",
+        "_reserved_bytes",
         "_serve",
         "_since_s",
         "call",
@@ -98,7 +98,7 @@ class Exchange(Stream):
         self._parts: list[Payload] = []  # bytes that have arrived and are not decoded yet
         self._held_bytes = 0  # the total size of `_parts`
         self._message_bytes = 0  # the size of the next message with its prefix. 0: its prefix has not arrived
-        self._asked_bytes = self._counted_bytes = 0
+        self._asked_bytes = self._reserved_bytes = 0
         self._request: Any = None  # in a stream of requests: the request that its handler has not finished
         self._request_arrived: asyncio.Future[None] | None = None  # `_requests` waits for it
         self._has_begun = self._has_answered = self._is_over = self._is_released = False
@@ -169,7 +169,7 @@ class Exchange(Stream):
             return False
         if not self._limits.received.add_if_fits(self.call.peer, size_bytes):
             return False
-        self._counted_bytes, self._since_s = size_bytes, None
+        self._reserved_bytes, self._since_s = size_bytes, None
         request = self._decode_request(False, [payload[PREFIX.size :]])
         if request is not None:
             self._start(request)
@@ -237,7 +237,7 @@ class Exchange(Stream):
         """
         received = self._limits.received
         if received.reserve(self.call.peer, size_bytes, self._on_granted):
-            self._counted_bytes = size_bytes
+            self._reserved_bytes = size_bytes
             if self._held_bytes < self._message_bytes:
                 self._since_s = asyncio.get_running_loop().time()
             return True
@@ -250,7 +250,7 @@ class Exchange(Stream):
 
     def _on_granted(self) -> None:
         """Note that the memory that this call waited for is reserved, and read on."""
-        self._counted_bytes, self._asked_bytes = self._asked_bytes, 0
+        self._reserved_bytes, self._asked_bytes = self._asked_bytes, 0
         self._since_s = (loop := asyncio.get_running_loop()).time()
         # Deferred to limit the depth of the stack: a call that is read may end, and so grant memory to the next call.
         loop.call_soon(self._read_granted)
@@ -293,8 +293,8 @@ class Exchange(Stream):
             if decompressed is None:
                 return None
             data = decompressed
-            self._limits.received.remove(self.call.peer, self._counted_bytes - len(data))
-            self._counted_bytes = len(data)
+            self._limits.received.remove(self.call.peer, self._reserved_bytes - len(data))
+            self._reserved_bytes = len(data)
         try:
             return self.method.decode(data)
         except self.method.decode_errors:
@@ -447,8 +447,8 @@ class Exchange(Stream):
         """Give back the memory of a request, and stop waiting for memory."""
         if self._asked_bytes:
             self._limits.received.withdraw(self.call.peer, self._on_granted)
-        self._limits.received.remove(self.call.peer, self._counted_bytes)
-        self._asked_bytes = self._counted_bytes = 0
+        self._limits.received.remove(self.call.peer, self._reserved_bytes)
+        self._asked_bytes = self._reserved_bytes = 0
 
 
 # ---- decompression -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.loop_turns import LoopTurns
 from tests.node_fixture import RunningNode
 
 from timeball.edges.http import answers_codec, codec
-from timeball.edges.http.handlers.sends import settled_answer
+from timeball.edges.http.handlers.sends import build_verdicts_answer
 from timeball.io.threads import SLICE_ROWS
 from timeball.model import http_api
 from timeball.model.answers import Verdict
@@ -300,7 +300,7 @@ def test_an_answer_with_many_verdicts_is_encoded_in_slices(monkeypatch: pytest.M
     monkeypatch.setattr(codec, "encode", counted)
     for rows in (0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS):
         verdicts = [Verdict(f"[k{row}]", "cancelled", row, 5) for row in range(rows)]
-        answer, most = asyncio.run(turns.most(settled_answer(verdicts)))
+        answer, most = asyncio.run(turns.most(build_verdicts_answer(verdicts)))
         assert answer.value == encode(http_api.SettledMany(answers_codec.show_verdicts(verdicts)))
         assert most <= SLICE_ROWS and answer.size_bytes == len(answer.value)
 

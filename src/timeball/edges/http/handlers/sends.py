@@ -288,7 +288,7 @@ class Scheduled:
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:
             raise InvalidMessage("give one of at and after")
-        return _verdict_answer(
+        return _build_verdict_answer(
             await self._broker.reschedule(
                 ids=[call.path["id"]], topic=call.query.get("topic"), caller=call.caller,
                 due_ms=due_ms, delay_ms=delay_ms,
@@ -298,7 +298,7 @@ class Scheduled:
     async def _cancel(self, call: Call) -> Answer:
         """Cancel the messages with an id."""
         topic = call.query.get("topic")
-        return _verdict_answer(
+        return _build_verdict_answer(
             await self._broker.cancel(ids=[call.path["id"]], topic=topic, caller=call.caller)
         )
 
@@ -308,7 +308,7 @@ class Scheduled:
             call, http_api.CancellingMany, self._broker.policy, Verb.LOOK
         )
         _check_names(request.ids, request.keys)
-        return await settled_answer(
+        return await build_verdicts_answer(
             await self._broker.cancel(ids=request.ids, keys=request.keys, caller=call.caller)
         )
 
@@ -321,7 +321,7 @@ class Scheduled:
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:
             raise InvalidMessage("give one of at and after")
-        return await settled_answer(
+        return await build_verdicts_answer(
             await self._broker.reschedule(
                 ids=request.ids, keys=request.keys, due_ms=due_ms, delay_ms=delay_ms, caller=call.caller
             )
@@ -341,7 +341,7 @@ def _check_names(ids: list[str], keys: list[str]) -> None:
             raise InvalidMessage(f"an id or key has 1 to {limits.UNIQUE_KEY_BYTES_MAX} bytes")
 
 
-async def settled_answer(verdicts: list[Verdict]) -> Answer:
+async def build_verdicts_answer(verdicts: list[Verdict]) -> Answer:
     """Build the answer to a cancel or reschedule of several messages.
 
     It is encoded in slices, because it may have a million verdicts.
@@ -351,7 +351,7 @@ async def settled_answer(verdicts: list[Verdict]) -> Answer:
     return Answer(200, data, size_bytes=len(data))
 
 
-def _verdict_answer(verdicts: list[Verdict]) -> Answer:
+def _build_verdict_answer(verdicts: list[Verdict]) -> Answer:
     """Build the answer to a cancel or reschedule from its first verdict. A refusal is a problem document."""
     verdict = verdicts[0]
     if verdict.verdict not in _REFUSAL_STATUSES:
