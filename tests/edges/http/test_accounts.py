@@ -67,18 +67,19 @@ OPERATIONS: dict[str, Callable[[Timeball], object]] = {
     "delete_dead_letters": lambda ball: ball.delete_dead_letters("workers"),
     "create_topic": lambda ball: ball.create_topic("orders", 2),
 }
-# Of orders and workers: nothing.
+# The account `other` has no permission for the topic `orders` and the group `workers`.
 OTHER_MAY = {"status", "topics", "groups", "get", "cancel", "reschedule"}
 SHOP_MAY = OPERATIONS.keys() - {"resend_dead_letters", "delete_dead_letters", "create_topic"}
 
 
 def may(ball: Timeball, name: str) -> bool:
+    """True if the account of this client may carry out the operation."""
     try:
         OPERATIONS[name](ball)
     except Forbidden:
         return False
     except (NotFound, RequestError):
-        pass  # it may, and what it asked for cannot be
+        pass  # allowed, but the operation has no valid subject
     return True
 
 
@@ -91,8 +92,8 @@ def test_each_operation_needs_its_permission(
     assert may(other, name) is (name in OTHER_MAY)
 
 
-async def come_again(node: RunningNode, group: str, topic: str) -> None:
-    """Make the retry topic of a group: one of its members gives a message back."""
+async def create_retry_topic(node: RunningNode, group: str, topic: str) -> None:
+    """Create the retry topic of a group: send a message, and give it back as a member of the group."""
     await node.broker.send(pa.RecordBatch.from_pydict({"topic": [topic], "body": [b"x"]}))
     received = await node.broker.consuming.receive(ReceiveRequest(group, topic, rows=1), 0)
     assert await node.broker.consuming.nack(received.receipts[0], 0)
@@ -102,7 +103,7 @@ def test_each_receive_needs_its_permission(
     node: RunningNode, shop: Timeball, other: Timeball, root: Timeball
 ) -> None:
     shop.send("orders", "read me")
-    assert b"read me" in [m.body for m in shop.pull("orders", "workers")]
+    assert b"read me" in [message.body for message in shop.pull("orders", "workers")]
     for forbidden in (
         lambda: other.pull("orders", "readers", wait=0),
         lambda: shop.pull("orders", "readers", wait=0),
@@ -110,7 +111,7 @@ def test_each_receive_needs_its_permission(
     ):
         with pytest.raises(Forbidden):
             forbidden()
-    node.run(come_again(node, "workers", "orders"))
+    node.run(create_retry_topic(node, "workers", "orders"))
     assert shop.topics().keys() == {"orders", "%RETRY%workers_orders"} and other.topics().keys() == {"news"}
     assert {"orders", "news"} <= root.topics().keys()
     assert "made-up" not in node.broker.topics()
@@ -132,8 +133,8 @@ def test_pending_messages_of_a_forbidden_topic_are_not_found(
 ) -> None:
     mine = shop.send("orders", "mine", after="1h", keys="k-1")
     theirs = other.send("news", "theirs", after="1h", keys="k-1", message_id=mine.id)
-    assert [v.verdict for v in other.cancel(ids=[mine.id])] == ["cancelled"], (
-        "the one with this id that is theirs"
+    assert [verdict.verdict for verdict in other.cancel(ids=[mine.id])] == ["cancelled"], (
+        "only the message of `other` with this id"
     )
     assert other.cancel(mine.id).seq == theirs.seq
     assert other.cancel(shop.send("orders", "x", after="1h").id).verdict == "not_found"
@@ -142,7 +143,7 @@ def test_pending_messages_of_a_forbidden_topic_are_not_found(
     assert [verdict.verdict for verdict in by_number] == ["not_found"]
     [verdict] = shop.cancel(key="k-1")
     assert (verdict.seq, verdict.verdict) == (mine.seq, "cancelled")
-    assert {v.seq for v in root.cancel(key="k-1")} == {mine.seq, theirs.seq}
+    assert {verdict.seq for verdict in root.cancel(key="k-1")} == {mine.seq, theirs.seq}
 
 
 def test_pending_messages_of_a_forbidden_topic_are_not_rescheduled(

@@ -15,7 +15,8 @@ from tests.node_fixture import RunningNode, running_node
 from timeball.io.clock import ManualClock
 
 ACCOUNTS = '[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secret 4"\n'
-# An account is enough to get there: messages are named by their ids or keys, or it is another node that asks.
+# Any account may send the bodies of these requests. They name messages by id or key, whose topics the broker checks
+# later, or come from another node of the cluster.
 OF_ANY_ACCOUNT = {
     ("PATCH", "/v1/messages/{id}"), ("POST", "/v1/cancel"), ("POST", "/v1/reschedule"), ("POST", "/v1/cluster/{group}"),
 }  # fmt: skip
@@ -31,8 +32,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield running
 
 
-def with_bodies(node: RunningNode) -> set[tuple[str, str]]:
-    """Return method and path of each request that has a body, as the API describes itself."""
+def operations_with_bodies(node: RunningNode) -> set[tuple[str, str]]:
+    """Return method and path of each operation with a body, from the OpenAPI document."""
     connection = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
     connection.request("GET", "/openapi.json")
     paths = json.loads(connection.getresponse().read())["paths"]
@@ -45,8 +46,8 @@ def with_bodies(node: RunningNode) -> set[tuple[str, str]]:
     }
 
 
-def refused(node: RunningNode, method: str, path: str) -> int:
-    """Return the status of a request with a large body, of which nothing is sent."""
+def status_of_head(node: RunningNode, method: str, path: str) -> int:
+    """Send only the head of a request with a large body, and return the status of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
     consumes = path.startswith("/v1/topics/{topic}/") and not path.endswith("/messages")
     target = path.replace("{", "").replace("}", "") + ("?group=g" if consumes else "")
@@ -61,8 +62,8 @@ def refused(node: RunningNode, method: str, path: str) -> int:
 
 
 def test_the_body_of_a_forbidden_request_is_not_read(node: RunningNode) -> None:
-    result = with_bodies(node)
+    result = operations_with_bodies(node)
     assert result >= OF_ANY_ACCOUNT and len(result) > 8
-    statuses = {item: refused(node, *item) for item in sorted(result - OF_ANY_ACCOUNT)}
+    statuses = {item: status_of_head(node, *item) for item in sorted(result - OF_ANY_ACCOUNT)}
     assert set(statuses.values()) == {403}, statuses
     assert node.node.edges is not None and not node.node.edges.http.limits.received.held_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from hpack import Decoder, Encoder
 from tests.node_fixture import BOUND_S, RunningNode
@@ -27,6 +27,15 @@ def fields(path: str = HEARTBEAT, **more: str) -> list[tuple[str, str]]:
 def message(data: bytes, *, is_packed: bool = False) -> bytes:
     """Put gRPC's prefix of five bytes in front of a message."""
     return bytes([is_packed]) + len(data).to_bytes(4, "big") + data
+
+
+class ReceivedFrame(NamedTuple):
+    """A frame. `stream` 0 is the connection."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
 
 
 class RawClient:
@@ -80,8 +89,8 @@ class RawClient:
         """Send DATA. `ends`: end the client's side, too."""
         self.send(frames.frame(frames.DATA, frames.END_STREAM if ends else 0, number, payload))
 
-    def frames(self) -> Iterator[tuple[int, int, int, bytes]]:
-        """Yield kind, flags, stream number and payload of each frame that arrives, until the connection ends."""
+    def frames(self) -> Iterator[ReceivedFrame]:
+        """Yield each frame that arrives, until the connection ends."""
         while True:
             while len(self._unread) >= frames.HEAD.size:
                 high, low, kind, flags, number = frames.HEAD.unpack_from(self._unread)
@@ -89,7 +98,7 @@ class RawClient:
                 if len(self._unread) < end:
                     break
                 payload, self._unread = self._unread[frames.HEAD.size : end], self._unread[end:]
-                yield kind, flags, number, payload
+                yield ReceivedFrame(kind, flags, number, payload)
             try:
                 more = self.socket.recv(65_536)
             except ConnectionError:

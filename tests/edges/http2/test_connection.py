@@ -20,7 +20,7 @@ from timeball.edges.http2.connection import (
     STRAIN_MAX,
     STRAIN_PER_REFUSED_CALL,
 )
-from timeball.edges.http2.frames import Fault, frame
+from timeball.edges.http2.frames import Fault, GrpcStatus, frame
 from timeball.edges.http2.streams import WINDOW_BYTES, WRITE_BUFFER_BYTES_MAX
 
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
@@ -208,7 +208,7 @@ def test_data_after_the_end_resets_the_stream_unless_the_server_ended_it_first(n
         assert reset_of(client, ended) == Fault.STREAM_CLOSED
         # Refused because of its headers, before its request has arrived.
         refused_call = client.headers(headers=fields("/nothing"))
-        assert client.status(refused_call)[0] == 12
+        assert client.status(refused_call)[0] == GrpcStatus.UNIMPLEMENTED
         client.data(refused_call, b"on its way", ends=False)
         trailers = client.block([("x-late", "1")])
         client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, refused_call, trailers))
@@ -278,11 +278,13 @@ FLOODS: dict[str, Callable[[RawClient], bytes]] = {
 
 
 def _next(client: RawClient) -> int:
+    """Reserve the number of the next stream."""
     client._next += 2
     return _last(client)
 
 
 def _last(client: RawClient) -> int:
+    """Return the number of the newest stream."""
     return client._next - 2
 
 
@@ -390,7 +392,7 @@ def test_headers_of_too_many_bytes_end_only_the_call(node: RunningNode) -> None:
         number = client.headers(
             headers=[*fields(), *(HEADERS_BYTES_MAX // 3_000 + 1) * [("x-large", "x" * 3_000)]]
         )
-        assert client.status(number)[0] == 8
+        assert client.status(number)[0] == GrpcStatus.RESOURCE_EXHAUSTED
         check_connection_answers(client)
 
 
@@ -405,10 +407,10 @@ def test_too_many_headers_in_one_large_frame_end_only_the_call(node: RunningNode
         number, client._next = client._next, client._next + 2
         client.send(frame(frames.HEADERS, frames.END_HEADERS, number, block))
         client.data(number, b"on its way")
-        assert client.status(open_before)[0] == 12
+        assert client.status(open_before)[0] == GrpcStatus.UNIMPLEMENTED
         code, text = client.status(number)
         assert (code, str(HEADERS_BYTES_MAX) in text) == (
-            12 if "no call" in text else 8,
+            GrpcStatus.UNIMPLEMENTED if "no call" in text else GrpcStatus.RESOURCE_EXHAUSTED,
             "no call" not in text,
         )
         later = client.headers(headers=[*fields("/two"), ("x-kept", "for later")])

@@ -6,6 +6,7 @@ import gzip
 import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from tests.edges.grpc.wire import consumer_settings, d, s
@@ -107,7 +108,9 @@ def test_a_request_in_tiny_pieces_takes_little_more_than_its_bytes(node: Running
         (stream,) = node.node.edges.grpc._server.open_streams()  # type: ignore[union-attr]
         assert stream._held_bytes == 7_000 and len(stream._parts) < 10  # type: ignore[attr-defined]
         client.data(number, request[7_000:])
-        assert client.status(number)[0] == 13, "the whole request has come, and is no request"
+        assert client.status(number)[0] == GrpcStatus.INTERNAL, (
+            "the whole request has come, and is no request"
+        )
 
 
 def test_a_client_that_continues_to_send_after_the_answer_is_reset(node: RunningNode) -> None:
@@ -115,8 +118,8 @@ def test_a_client_that_continues_to_send_after_the_answer_is_reset(node: Running
         number = client.headers(headers=fields(x_mq_client_id="raw"))
         client.data(number, message(BEAT), ends=False)
         assert client.status(number) == (0, "")
-        reset = next(each for each in client.frames() if each[0] == frames.RST_STREAM)
-        assert (reset[2], int.from_bytes(reset[3], "big")) == (number, Fault.NO_ERROR)
+        reset = next(each for each in client.frames() if each.kind == frames.RST_STREAM)
+        assert (reset.stream, int.from_bytes(reset.payload, "big")) == (number, Fault.NO_ERROR)
         client.data(number, bytes(100), ends=False)  # as if it had been on its way: no error
         second = client.headers(headers=fields(x_mq_client_id="raw"))
         client.data(second, message(BEAT))
@@ -134,15 +137,18 @@ def test_trailers_of_the_client_end_its_side(node: RunningNode) -> None:
 
 def test_an_unknown_method_and_a_request_without_grpc_get_an_answer(node: RunningNode) -> None:
     with RawClient(node) as client:
-        assert client.status(client.headers(ends=True, headers=fields("/no/such\u00e9"[:-1])))[0] == 12
+        assert (
+            client.status(client.headers(ends=True, headers=fields("/no/such")))[0]
+            == GrpcStatus.UNIMPLEMENTED
+        )
         plain = [(name, "text/html" if name == "content-type" else text) for name, text in fields()]
         number = client.headers(ends=True, headers=plain)
-        got = [next(client.frames()) for _ in range(3)]
-        kinds = [(kind, flags & frames.END_STREAM, stream) for kind, flags, stream, _ in got]
+        answer = [next(client.frames()) for _ in range(3)]
+        kinds = [(kind, flags & frames.END_STREAM, stream) for kind, flags, stream, _ in answer]
         assert kinds == [
             (frames.HEADERS, 0, number), (frames.DATA, 0, number), (frames.HEADERS, frames.END_STREAM, number),
         ]  # fmt: skip
-        assert got[1][3] == b"only gRPC calls\n"
+        assert answer[1].payload == b"only gRPC calls\n"
         assert client.status(client.headers(ends=True))[0] == GrpcStatus.INVALID_ARGUMENT
 
 
@@ -183,12 +189,15 @@ def test_responses_that_the_client_does_not_read_end_the_call(
         assert client.status(stream)[0] == GrpcStatus.DEADLINE_EXCEEDED
         unary = client.headers(headers=fields(x_mq_client_id="raw"))
         client.data(unary, message(BEAT))
-        reset = next(each for each in client.frames() if each[0] == frames.RST_STREAM and each[2] == unary)
-        assert int.from_bytes(reset[3], "big") == Fault.NO_ERROR
+        reset = next(
+            each for each in client.frames() if (each.kind, each.stream) == (frames.RST_STREAM, unary)
+        )
+        assert int.from_bytes(reset.payload, "big") == Fault.NO_ERROR
 
 
 def test_a_grpc_message_with_special_characters_arrives(node: RunningNode) -> None:
-    assert ask(node, message(BEAT), grpc_timeout="50% \u00e9")[1] != ""
+    text = ask(node, message(BEAT), grpc_timeout="50% \u00e9")[1]
+    assert unquote(text) == "grpc-timeout '50% \u00e9': digits and one of HMSmun"
 
 
 def test_a_failure_outside_the_handlers_ends_the_call_and_is_logged(
@@ -217,15 +226,15 @@ def test_a_stop_sends_goaway_twice_and_ends_open_calls(node: RunningNode) -> Non
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
         client.data(number, message(SETTINGS), ends=False)
-        next(each for each in client.frames() if each[0] == frames.DATA)
+        next(each for each in client.frames() if each.kind == frames.DATA)
         assert node.node.edges is not None
         node.run(node.node.edges.grpc.close())
-        last = [
+        last_streams = [
             int.from_bytes(payload[:4], "big")
             for kind, _, _, payload in client.frames()
             if kind == frames.GOAWAY
         ]
-        assert last == [frames.LAST_STREAM, number]
+        assert last_streams == [frames.LAST_STREAM, number]
 
 
 # ---- parts that need no connection ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from hpack import Decoder
 from hyperframe.frame import Frame
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.edges.http2.raw_client import ReceivedFrame
 
 from timeball.edges.http2 import frames
 from timeball.edges.http2.frames import BrokenRule, Fault
@@ -71,11 +72,14 @@ LARGE = 100_000
 DATA_SIZES = st.integers(0, LARGE) | st.sampled_from([0, 16_384, 16_385, LARGE])
 
 
-def read_in(pieces: list[bytes]) -> tuple[frames.FrameReader, list[tuple[int, int, int, bytes]]]:
+def read_pieces(pieces: list[bytes]) -> tuple[frames.FrameReader, list[ReceivedFrame]]:
     """Read these pieces, and return the reader and its frames. Raises the BrokenRule that the reader has noted."""
-    reader, result = frames.FrameReader(LARGE), list[tuple[int, int, int, bytes]]()
+    reader, result = frames.FrameReader(LARGE), list[ReceivedFrame]()
     for piece in pieces:
-        result += [(kind, flags, number, bytes(part)) for kind, flags, number, part in reader.read(piece)]
+        result += [
+            ReceivedFrame(kind, flags, number, bytes(part))
+            for kind, flags, number, part in reader.read(piece)
+        ]
         if reader.broken is not None:
             raise reader.broken
     return reader, result
@@ -93,14 +97,15 @@ def test_frames_that_arrive_in_pieces_are_read_completely(sent: list[tuple[int, 
             frames.PING, 0, 0
         )
         expected[number] = (size_bytes, flags)
-    reader, received = read_in([written[at : at + piece] for at in range(0, len(written), piece)])
-    got = dict.fromkeys(expected, (0, 0))
+    reader, received = read_pieces([written[at : at + piece] for at in range(0, len(written), piece)])
+    sizes_and_flags = dict.fromkeys(expected, (0, 0))
     for kind, flags, number, part in received:
         if kind == frames.DATA:
-            assert not got[number][1], "no part follows the end of the stream"
-            got[number] = (got[number][0] + len(part), flags)
-    assert got == expected
-    assert reader.has_preface and [each[0] for each in received].count(frames.PING) == len(sent)
+            size_bytes, earlier_flags = sizes_and_flags[number]
+            assert not earlier_flags, "no part follows the end of the stream"
+            sizes_and_flags[number] = (size_bytes + len(part), flags)
+    assert sizes_and_flags == expected
+    assert reader.has_preface and [each.kind for each in received].count(frames.PING) == len(sent)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def test_frames_that_arrive_in_pieces_are_read_completely(sent: list[tuple[int, 
 )
 def test_a_frame_beyond_its_bound_breaks_a_rule_at_its_head(data: bytes) -> None:
     with pytest.raises(BrokenRule) as error:
-        read_in([frames.PREFACE + data[:9]])
+        read_pieces([frames.PREFACE + data[:9]])
     assert error.value.fault == Fault.FRAME_SIZE_ERROR
 
 
@@ -126,23 +131,23 @@ def test_large_headers_are_returned_in_parts(piece: int, flags: int) -> None:
     block = bytes(range(256)) * 200
     kind = frames.HEADERS if flags else frames.CONTINUATION
     sent = frames.frame(kind, flags, 3, block) + frames.frame(frames.PING, 0, 0)
-    reader, received = read_in(
+    reader, received = read_pieces(
         [frames.PREFACE, *(sent[at : at + piece] for at in range(0, len(sent), piece))]
     )
     *parts, ping = received
-    assert ping[0] == frames.PING
-    assert [each[0] for each in parts] == [kind, *[frames.CONTINUATION] * (len(parts) - 1)]
-    assert b"".join(each[3] for each in parts) == block
-    assert len(parts[0][3]) >= frames.PRIORITY_BYTES, "the first part contains the priority"
-    assert [each[1] & frames.END_HEADERS for each in parts[:-1]] == [0] * (len(parts) - 1)
-    assert parts[-1][1] & frames.END_HEADERS == flags & frames.END_HEADERS
-    assert {each[2] for each in parts} == {3} and reader.broken is None
+    assert ping.kind == frames.PING
+    assert [part.kind for part in parts] == [kind, *[frames.CONTINUATION] * (len(parts) - 1)]
+    assert b"".join(part.payload for part in parts) == block
+    assert len(parts[0].payload) >= frames.PRIORITY_BYTES, "the first part contains the priority"
+    assert [part.flags & frames.END_HEADERS for part in parts[:-1]] == [0] * (len(parts) - 1)
+    assert parts[-1].flags & frames.END_HEADERS == flags & frames.END_HEADERS
+    assert {part.stream for part in parts} == {3} and reader.broken is None
 
 
 def test_another_preface_breaks_a_rule_at_its_first_wrong_byte() -> None:
-    assert not read_in([frames.PREFACE[:5]])[0].has_preface
+    assert not read_pieces([frames.PREFACE[:5]])[0].has_preface
     with pytest.raises(BrokenRule):
-        read_in([b"P", b"O"])
+        read_pieces([b"P", b"O"])
 
 
 @given(st.binary(max_size=300), st.integers(1, 2**30).map(lambda number: 2 * number - 1))

@@ -412,7 +412,7 @@ def _convert_messages(
         body, identity = _extract_body(index, message), _check_id_and_time(index, message, ids)
         # `latest` has the last time at which the message may be due: the end of its window.
         properties, latest = properties_text(_collect_properties(message)), identity
-        if message.window is not UNSET or message.spread is not None:
+        if message.window is not UNSET or message.spread is not None:  # a delivery window
             window_ms = _parse_window(message, identity)
             latest = _with_offset(identity, last_offset_ms(window_ms))
             if message.spread == "level":
@@ -430,6 +430,7 @@ def _convert_messages(
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _join_keys(index, message) if message.key is not None or message.keys else None
+        # A message with a unique key is alone in its request.
         if message.unique_key is not None or message.on_pending is not None:
             unique = _check_unique_key(message, len(messages))
             keys = with_unique_key(keys, unique)
