@@ -75,7 +75,7 @@ PARTS = [
 ]
 
 
-def damaged(rng: random.Random) -> bytes:
+def damage_requests(rng: random.Random) -> bytes:
     """Return some requests with bytes changed, removed, repeated or inserted."""
     data = bytearray(b"".join(rng.choices(PARTS, k=rng.randint(1, 3))))
     for _ in range(rng.randint(1, 6)):
@@ -94,16 +94,17 @@ def damaged(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-LAST = b"\r\n\r\nGET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+LAST_REQUEST = b"\r\n\r\nGET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
-def status(port: int, rng: random.Random) -> bytes:
-    """Send one damaged request. Return the first status, or None if the connection is closed."""
+def send_damaged_requests(port: int, rng: random.Random) -> bytes:
+    """Send some damaged requests over a connection. Return the first status, or b"" if it closes without an answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=BOUND_S) as connection:
         result = b""
         try:
-            connection.sendall(damaged(rng) + LAST)
-            connection.settimeout(1)  # kept alive: the last request was taken for the body of another
+            connection.sendall(damage_requests(rng) + LAST_REQUEST)
+            # If the last request is read as a body of another one, the connection stays open.
+            connection.settimeout(1)
             while part := connection.recv(65_536):
                 result += part
         except (ConnectionResetError, BrokenPipeError, TimeoutError):

@@ -21,7 +21,7 @@ def ask(
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, {n.lower(): v for n, v in answer.getheaders()}, answer.read()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
     finally:
         connection.close()
 

@@ -78,7 +78,7 @@ def test_a_client_that_leaves_a_connection_with_tls_is_no_error(
     created = certificate(tmp_path, "localhost")
     trusting = ssl.create_default_context(cafile=created.roots)
     with running_node(tmp_path / "data", http_port=0, **created.settings) as node:
-        for leave in (lambda it: it.unwrap(), lambda it: None):
+        for leave in (lambda connection: connection.unwrap(), lambda _: None):
             with trusting.wrap_socket(connect(node), server_hostname="localhost") as secure:
                 secure.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert secure.recv(65_536).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""Pages of other sites are refused; programs and the dashboard are not."""
+"""Requests for pages of other sites are refused. Requests of programs and of the dashboard are not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def is_answered(
     pages: ForeignPageCheck, method: str = "POST", path: str = "/v1/topics/t/messages", **headers: str
 ) -> bool:
     try:
-        pages.check(
-            method, path, {"host": "localhost:7480"} | {k.replace("_", "-"): v for k, v in headers.items()}
-        )
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        pages.check(method, path, {"host": "localhost:7480"} | named)
     except Forbidden:
         return False
     return True
@@ -144,7 +143,7 @@ def every_form() -> list[tuple[str, dict[str, Any]]]:
     ("kind", "headers"), every_form(), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_form_is_refused_for_its_content_type(client: Client, kind: str, headers: dict[str, str]) -> None:
-    """Also of a browser that sends neither of the two headers."""
+    """This protects also users of a browser that sends neither Origin nor Sec-Fetch-Site."""
     client.send("formed", {"body": "x"})
     subscription = {"topic": "formed", "group": "pushed", "url": "http://127.0.0.1:9/"}
     client.ask("PUT", "/v1/subscriptions/formed", subscription)
@@ -165,9 +164,10 @@ def test_a_form_is_refused_for_its_content_type(client: Client, kind: str, heade
 
 
 def test_the_forms_are_all_posts_of_the_document(client: Client) -> None:
-    """A new POST is to be added above.
+    """If this test fails, add the new POST to the test above.
 
-    A broker alone answers 404 to the one for nodes of a cluster. handlers/test_clock.py has the one of a manual clock.
+    Two POSTs are not in it: a broker without a cluster answers 404 to the one for other nodes, and test_clock.py tests
+    the one for a manual clock.
     """
     document = client.ask("GET", "/openapi.json").value
     assert sum("post" in methods for methods in document["paths"].values()) == 25

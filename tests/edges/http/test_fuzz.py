@@ -1,7 +1,7 @@
 """Requests that no client would send (fuzzing.py).
 
-Each is answered as the document says, or by a problem with a code of ours. None is a fault of the broker's, and the
-broker takes messages as before.
+Each request gets an answer that the document describes, or a problem with one of Timeball's codes. No request causes a
+fault of the broker, which then accepts messages as before.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from schemathesis.core.failures import FailureGroup, ServerError
 from tests.edges.http.client import Client
-from tests.edges.http.fuzzing import KNOWN_TOPIC, LABELS, attack, status
+from tests.edges.http.fuzzing import KNOWN_TOPIC, LABELS, attack, send_damaged_requests
 from tests.node_fixture import RunningNode, running_node
 from tests.rounds import rounds
 
 from timeball import Timeball
 from timeball.broker.service import Broker
 from timeball.edges.http import connection as bounds
-from timeball.edges.http import requests as waits
+from timeball.edges.http import requests
 
 pytestmark = [pytest.mark.slow, pytest.mark.siege]
 
@@ -35,7 +35,7 @@ def test_requests_made_from_the_document_find_no_fault(node: RunningNode, client
     assert client.send("fuzzed-after", {"body": "still here"}).status == 201
 
 
-def test_requests_that_are_right_and_wrong_are_made(node: RunningNode, client: Client) -> None:
+def test_valid_and_invalid_requests_are_generated(node: RunningNode, client: Client) -> None:
     assert client.send(KNOWN_TOPIC, {"body": "x"}).status == 201
     asked = {
         label: attack(node.node.http_port, label, 100) for label in LABELS if "/topics/{topic}/" in label
@@ -60,11 +60,11 @@ def test_a_fault_behind_a_handler_is_found(tmp_path: Path, monkeypatch: pytest.M
 def test_bytes_that_are_nearly_http_are_answered_or_closed(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is left of a request never comes.
+    # The missing bytes of a damaged request never come.
     monkeypatch.setattr(bounds, "HEAD_S", 0.2)
-    monkeypatch.setattr(waits, "BODY_S", 0.2)
+    monkeypatch.setattr(requests, "BODY_S", 0.2)
     rng = random.Random(7)
-    statuses = Counter(status(node.node.http_port, rng) for _ in range(EXAMPLES * 4))
+    statuses = Counter(send_damaged_requests(node.node.http_port, rng) for _ in range(EXAMPLES * 4))
     assert not [item for item in statuses if item[:1] == b"5"], statuses
     assert statuses[b"201"] and statuses[b"400"], statuses
     assert client.send("raw-after", {"body": "still here"}).status == 201

@@ -14,8 +14,8 @@ from tests.edges.http.client import Client
 from tests.node_fixture import RunningNode
 
 
-def scraped(node: RunningNode, authorization: str = "") -> tuple[str, str]:
-    """Return the content type and the text."""
+def scrape(node: RunningNode, authorization: str = "") -> tuple[str, str]:
+    """Get /metrics, and return its content type and its text."""
     request = urllib.request.Request(f"http://127.0.0.1:{node.node.http_port}/metrics")
     if authorization:
         request.add_header("authorization", authorization)
@@ -23,15 +23,20 @@ def scraped(node: RunningNode, authorization: str = "") -> tuple[str, str]:
         return answer.headers["content-type"], answer.read().decode()
 
 
+def bearer(account: str) -> str:
+    named = keys(account)
+    return f"Bearer {named['access_key']}:{named['secret_key']}"
+
+
 def test_the_metrics_count_sent_messages(node: RunningNode, client: Client) -> None:
     client.send("measured", [{"body": "one"}, {"body": "two"}])
-    kind, text = scraped(node)
+    kind, text = scrape(node)
     assert kind.startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     accepted = families["timeball_accepted_messages"].samples
     assert [sample.value for sample in accepted if sample.labels == {"topic": "measured"}] == [2]
     assert "process_resident_memory_bytes" in families
-    open_now = {s.labels["edge"]: s.value for s in families["timeball_connections"].samples}
+    open_now = {sample.labels["edge"]: sample.value for sample in families["timeball_connections"].samples}
     assert (
         set(open_now) == {"flight", "remoting", "grpc", "http"} and open_now["http"] >= 1
     )  # this client's own
@@ -40,20 +45,13 @@ def test_the_metrics_count_sent_messages(node: RunningNode, client: Client) -> N
 def test_with_an_access_file_the_metrics_need_an_account(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            scraped(node)
-        account = keys("root")
-        authorization = f"Bearer {account['access_key']}:{account['secret_key']}"
-        assert "timeball_build_info" in scraped(node, authorization)[1]
-
-
-def bearer(account: str) -> str:
-    named = keys(account)
-    return f"Bearer {named['access_key']}:{named['secret_key']}"
+            scrape(node)
+        assert "timeball_build_info" in scrape(node, bearer("root"))[1]
 
 
 def test_names_of_forbidden_topics_and_groups_are_hidden(tmp_path: Path) -> None:
     def series(node: RunningNode, account: str, name: str) -> dict[tuple[str, ...], float]:
-        text = scraped(node, bearer(account))[1]
+        text = scrape(node, bearer(account))[1]
         (family,) = (item for item in text_string_to_metric_families(text) if item.name == name)
         return {tuple(sample.labels.values()): sample.value for sample in family.samples}
 
@@ -70,6 +68,6 @@ def test_names_of_forbidden_topics_and_groups_are_hidden(tmp_path: Path) -> None
     assert (accepted["shop"]["orders",], accepted["other"]["news",]) == (3, 2)
     assert ("news",) not in accepted["shop"] and ("orders",) not in accepted["other"]
     totals = {account: sum(counts.values()) for account, counts in accepted.items()}
-    assert len(set(totals.values())) == 1, "what has no name is counted all the same"
+    assert len(set(totals.values())) == 1, "messages of hidden topics are counted without their names"
     assert held["root"]["workers", "orders"] == held["shop"]["workers", "orders"] == 3
     assert held["other"] == {("(others)", "(others)"): 3}

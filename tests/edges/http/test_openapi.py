@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.edges.http.client import Client
 from tests.edges.http.openapi import FILE, OPERATIONS, encoded
-from tests.edges.http.openapi import document as made
+from tests.edges.http.openapi import document as build_document
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.http.edge import QUERY_PARAMETERS
@@ -24,7 +24,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield running
 
 
-def test_the_file_is_the_document_of_the_structs() -> None:
+def test_the_file_equals_the_document_built_from_the_structs() -> None:
     assert FILE.read_bytes() == encoded(), "run `make openapi`"
 
 
@@ -51,7 +51,7 @@ def test_each_reference_has_a_target(client: Client) -> None:
 def test_each_answer_is_described() -> None:
     missing = [
         f"{method} {path}"
-        for path, methods in made()["paths"].items()
+        for path, methods in build_document()["paths"].items()
         for method, operation in methods.items()
         for answer in operation["responses"].values()
         if answer["content"].get("application/json", {"schema": True})["schema"] == {}
@@ -63,7 +63,7 @@ def test_each_example_is_a_valid_request() -> None:
     structs = {kind.__name__: kind for item in OPERATIONS for kind in item.request if isinstance(kind, type)}
     examples = {
         name: schema["examples"]
-        for name, schema in made()["components"]["schemas"].items()
+        for name, schema in build_document()["components"]["schemas"].items()
         if "examples" in schema
     }
     # Without one the pages of the API would show an empty body.

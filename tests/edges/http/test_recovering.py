@@ -31,15 +31,15 @@ def ask(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, Any]]
     return answer.status, json.loads(data) if data else {}
 
 
-class Held:
-    """A node whose recovery lasts until it is let go."""
+class RecoveringNode:
+    """A node whose recovery lasts until `end`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, data: Path, **settings: Any) -> None:
-        self.go, self.begun, self.port = threading.Event(), threading.Event(), free_ports(1)[0]
+        self.may_recover, self.begun, self.port = threading.Event(), threading.Event(), free_ports(1)[0]
 
         def held(*args: Any, **options: Any) -> Any:
             self.begun.set()
-            assert self.go.wait(BOUND_S)
+            assert self.may_recover.wait(BOUND_S)
             return apply_log(*args, **options)
 
         monkeypatch.setattr(node_module, "apply_log", held)
@@ -49,14 +49,14 @@ class Held:
         assert self.begun.wait(BOUND_S)
 
     def end(self) -> None:
-        self.go.set()
+        self.may_recover.set()
         self.starting.join(BOUND_S)
 
 
 def test_a_recovering_broker_answers_503_and_serves_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(monkeypatch, tmp_path / "data")
+    held = RecoveringNode(monkeypatch, tmp_path / "data")
     try:
         assert ask(held.port, "/health/live") == (200, {"status": "live"})
         for path, method in (
@@ -87,7 +87,7 @@ def test_a_recovering_broker_with_a_certificate_only_accepts_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created = certificate(tmp_path)
-    held = Held(monkeypatch, tmp_path / "data", **created.settings)
+    held = RecoveringNode(monkeypatch, tmp_path / "data", **created.settings)
     try:
         trusting = ssl.create_default_context(cafile=created.roots)
         connection = http.client.HTTPSConnection("localhost", held.port, timeout=BOUND_S, context=trusting)
@@ -115,7 +115,7 @@ def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytes
 
 def test_a_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "REQUEST_S", 0.05)
-    held = Held(monkeypatch, tmp_path / "data")
+    held = RecoveringNode(monkeypatch, tmp_path / "data")
     try:
         with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as silent:
             assert silent.recv(1) == b""
@@ -126,7 +126,7 @@ def test_a_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_connections_beyond_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "CONNECTIONS_MAX", 0)
-    held = Held(monkeypatch, tmp_path / "data")
+    held = RecoveringNode(monkeypatch, tmp_path / "data")
     try:
         with pytest.raises((OSError, http.client.HTTPException)):
             ask(held.port, "/health/live")

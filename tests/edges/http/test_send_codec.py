@@ -22,11 +22,13 @@ NOW_MS = 1_800_000_000_000
 
 
 class Ids(send_codec.IdSource):
+    """Ids that name the index of their message."""
+
     def id_of(self, index: int) -> str:
         return f"id-{index}"
 
 
-def read(data: bytes, kind: str = JSON, now_ms: int | None = None) -> DecodedSend:
+def decode(data: bytes, kind: str = JSON, now_ms: int | None = None) -> DecodedSend:
     return send_codec.decode_messages("t", kind, data, Ids(), now_ms)
 
 
@@ -38,7 +40,7 @@ def rows_of(sending: DecodedSend) -> list[dict[str, object]]:
 @given(st.binary(max_size=200), st.sampled_from([JSON, NDJSON]))
 def test_any_bytes_decode_to_messages_or_raise_a_timeball_error(data: bytes, kind: str) -> None:
     try:
-        assert read(data, kind).row_count
+        assert decode(data, kind).row_count
     except TimeballError as error:
         assert str(error)
 
@@ -46,33 +48,33 @@ def test_any_bytes_decode_to_messages_or_raise_a_timeball_error(data: bytes, kin
 # ---- the number of messages --------------------------------------------------------------------------------------
 
 
-def joined(messages: list[bytes], kind: str) -> bytes:
+def join_messages(messages: list[bytes], kind: str) -> bytes:
     return b"[" + b",".join(messages) + b"]" if kind == JSON else b"\n".join(messages)
 
 
 @pytest.mark.parametrize("kind", [JSON, NDJSON])
 def test_messages_beyond_the_limit_are_not_decoded(kind: str) -> None:
-    # The first message has an unknown field. A decoder would say so, and a count does not look at fields.
+    # The messages have an unknown field, so decoding would raise another error than the count.
     invalid = b'{"no field": 1}'
     with pytest.raises(Refused, match="more than 10000 messages") as refused:
-        read(joined([invalid] * (send_codec.MESSAGES_MAX + 1), kind), kind)
+        decode(join_messages([invalid] * (send_codec.MESSAGES_MAX + 1), kind), kind)
     assert refused.value.protocol_code == 413
     with pytest.raises(InvalidMessage, match="no field"):
-        read(joined([invalid] * send_codec.MESSAGES_MAX, kind), kind)
+        decode(join_messages([invalid] * send_codec.MESSAGES_MAX, kind), kind)
 
 
 def test_several_messages_in_a_line_and_empty_lines_are_counted_as_messages_alone() -> None:
     too_many = send_codec.MESSAGES_MAX + 1
     with pytest.raises(Refused, match="more than 10000 messages"):
-        read(b'{"no field": 1} ' * too_many, NDJSON)
-    assert read(b'{"body": "x"}' + b"\n" * too_many + b'{"body": "y"}', NDJSON).row_count == 2
+        decode(b'{"no field": 1} ' * too_many, NDJSON)
+    assert decode(b'{"body": "x"}' + b"\n" * too_many + b'{"body": "y"}', NDJSON).row_count == 2
 
 
 @pytest.mark.parametrize("kind", [JSON, NDJSON])
 def test_braces_within_messages_are_not_counted(kind: str) -> None:
     many = send_codec.MESSAGES_MAX + 1
     text, value = b'{"body": "%b"}' % (b"{" * many), b'{"json": [%b]}' % b",".join([b"{}"] * many)
-    assert read(joined([text, value], kind), kind).row_count == 2
+    assert decode(join_messages([text, value], kind), kind).row_count == 2
 
 
 @given(
@@ -88,12 +90,12 @@ def test_any_message_becomes_a_row_or_raises_a_timeball_error(message: dict[str,
     try:
         data = codec.encode(message)
     except UnicodeEncodeError:
-        return  # half a surrogate pair is no JSON
+        return  # a lone surrogate cannot be encoded as JSON
     except OverflowError:
         return  # an integer of more than 64 bits
     try:
-        (row,) = rows_of(read(data))
-        (few,) = rows_of(read(data, now_ms=NOW_MS))
+        (row,) = rows_of(decode(data))
+        (few,) = rows_of(decode(data, now_ms=NOW_MS))
     except TimeballError as error:
         assert str(error)
     else:
@@ -106,18 +108,18 @@ def test_any_message_becomes_a_row_or_raises_a_timeball_error(message: dict[str,
 
 
 def test_a_single_message_is_recognized_and_a_json_body_keeps_its_text() -> None:
-    assert read(b' {"body": ""}').is_single
-    assert not read(b' [{"body": ""}]').is_single
-    (row,) = rows_of(read(b'{"json": {"a":  1.50}}'))
+    assert decode(b' {"body": ""}').is_single
+    assert not decode(b' [{"body": ""}]').is_single
+    (row,) = rows_of(decode(b'{"json": {"a":  1.50}}'))
     assert row["body"] == b'{"a":  1.50}'
-    (row,) = rows_of(read(b'{"json": null}'))
+    (row,) = rows_of(decode(b'{"json": null}'))
     assert row["body"] == b"null"
 
 
 def test_a_local_time_becomes_a_due_time_and_a_property() -> None:
     local = b'{"body": "x", "at": "2030-01-31T09:00", "zone": "Europe/Berlin", "properties": {"a": "b"}}'
     stored = "a\x01b\x02TIMEBALL_LOCAL_TIME\x012030-01-31T09:00:00 Europe/Berlin\x02"
-    for sending in (read(local), read(local, now_ms=NOW_MS)):
+    for sending in (decode(local), decode(local, now_ms=NOW_MS)):
         (row,) = rows_of(sending)
         assert (row["due_ms"], row["properties"]) == (1_896_076_800_000, stored)
     headers = {"timeball-at": "2030-01-31T09:00", "timeball-zone": "Europe/Berlin"}
@@ -144,14 +146,16 @@ def test_a_local_time_that_is_incomplete_is_refused(
     message: dict[str, object], kind: type[Exception], named: str
 ) -> None:
     with pytest.raises(kind, match=named):
-        read(codec.encode({"body": "x", **message}))
+        decode(codec.encode({"body": "x", **message}))
 
 
 def test_small_sends_become_rows_and_large_sends_columns() -> None:
-    few = read(b'[{"body": "a", "after": "5ms"}, {"body": "b"}]', now_ms=NOW_MS)
+    few = decode(b'[{"body": "a", "after": "5ms"}, {"body": "b"}]', now_ms=NOW_MS)
     assert isinstance(few.rows, list)
     assert [row["due_ms"] for row in rows_of(few)] == [NOW_MS + 5, None]
-    many = read(b'{"body": "a", "after": "5ms"}\n' * (send_codec.SMALL_BATCH_ROWS + 1), NDJSON, now_ms=NOW_MS)
+    many = decode(
+        b'{"body": "a", "after": "5ms"}\n' * (send_codec.SMALL_BATCH_ROWS + 1), NDJSON, now_ms=NOW_MS
+    )
     assert isinstance(many.rows, pa.RecordBatch)
     sent = send_codec.build_answer(many, 7, NOW_MS, durable=True)
     assert isinstance(sent, http_api.SentMany)
@@ -160,7 +164,7 @@ def test_small_sends_become_rows_and_large_sends_columns() -> None:
     }
 
 
-def stream(*batches: pa.RecordBatch) -> bytes:
+def encode_stream(*batches: pa.RecordBatch) -> bytes:
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
@@ -172,7 +176,7 @@ ROWS = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "delay_ms": pa.array([0
 
 
 def test_the_batches_of_an_arrow_stream_are_joined() -> None:
-    sending = read(stream(ROWS, ROWS), ARROW)
+    sending = decode(encode_stream(ROWS, ROWS), ARROW)
     rows = rows_of(sending)
     assert [(row["topic"], row["body"], row["delay_ms"]) for row in rows] == [
         ("t", b"a", 0), ("t", b"b", 5), ("t", b"a", 0), ("t", b"b", 5),
@@ -185,35 +189,35 @@ def test_a_null_in_a_column_of_times_is_refused(name: str) -> None:
     times = pa.array([1_800_000_000_000, None], pa.int64())
     rows = pa.RecordBatch.from_arrays([pa.array([b"a", b"b"]), times], names=["body", name])
     with pytest.raises(InvalidDelay, match=f"{name} of row 1 is null; leave the column out"):
-        read(stream(rows), ARROW)
+        decode(encode_stream(rows), ARROW)
 
 
 def test_a_topic_column_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="the path names the topic"):
-        read(stream(pa.RecordBatch.from_pydict({"body": [b"a"], "topic": ["u"]})), ARROW)
+        decode(encode_stream(pa.RecordBatch.from_pydict({"body": [b"a"], "topic": ["u"]})), ARROW)
 
 
 def test_rows_without_bytes_are_limited_by_their_number() -> None:
     nothing = pa.RecordBatch.from_arrays([pa.nulls(limits.ROWS_PER_REQUEST_MAX + 1)], names=["body"])
     with pytest.raises(Refused, match="rows in one batch"):
-        read(stream(nothing), ARROW)
+        decode(encode_stream(nothing), ARROW)
     empty = pa.record_batch({"body": [b""] * (limits.ROWS_PER_REQUEST_MAX // 2 + 1)})
     with pytest.raises(Refused, match="rows in one request"):
-        read(stream(empty, empty), ARROW)
+        decode(encode_stream(empty, empty), ARROW)
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_an_arrow_stream_or_raise_a_timeball_error(data: bytes) -> None:
     with pytest.raises(TimeballError):
-        read(data, ARROW)
+        decode(data, ARROW)
 
 
-@given(st.integers(0, len(stream(ROWS)) - 9), st.integers(0, 255))
+@given(st.integers(0, len(encode_stream(ROWS)) - 9), st.integers(0, 255))
 def test_an_arrow_stream_with_a_changed_byte_decodes_or_raises_a_timeball_error(at: int, byte: int) -> None:
-    complete = bytearray(stream(ROWS))
+    complete = bytearray(encode_stream(ROWS))
     complete[at] = byte
     try:
-        assert read(bytes(complete), ARROW).row_count <= 2
+        assert decode(bytes(complete), ARROW).row_count <= 2
     except TimeballError as error:
         assert str(error)
 
@@ -254,8 +258,8 @@ def test_a_cloud_event_with_a_second_value_of_an_attribute_is_refused(name: str,
 
 
 @given(st.dictionaries(st.sampled_from(["id", "key", "tag", "after", "at", "property-a"]), st.text()))
-def test_any_headers_are_a_message_or_raise_a_timeball_error(said: dict[str, str]) -> None:
-    headers = {f"timeball-{name}": value for name, value in said.items()}
+def test_any_headers_are_a_message_or_raise_a_timeball_error(values: dict[str, str]) -> None:
+    headers = {f"timeball-{name}": value for name, value in values.items()}
     try:
         (row,) = rows_of(send_codec.decode_raw("t", headers, b"\0", Ids()))
     except TimeballError as error:

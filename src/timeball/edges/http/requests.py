@@ -54,7 +54,7 @@ BODY_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # a message body of 4 MiB in base64,
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # for the bodies of all requests until they are answered
 SENT_BYTES_MAX = 64 * 1024 * 1024  # for all answers that clients have not read yet
 CALLS_MAX = limits.PULLS_WAITING_MAX
-# live tails; counted separately from the calls, so that they displace no receives
+# live tails and streams of consumer groups; counted separately from the calls, so that they displace no receives
 STREAMS_MAX = 2_000
 STREAM_READ_S = 20.0  # for a client to read the earlier chunks of a stream before the next one is sent
 BODY_S = 20.0  # for reserving its bytes and receiving the whole body
@@ -201,7 +201,7 @@ async def read_request(
 ) -> Any:
     """Check that the caller may use the verb, then read the JSON body and decode it as a struct of type `kind`.
 
-    Raises Forbidden, Unauthorized, Refused (408, 413, 415), InvalidMessage and OverLimit.
+    Raises Forbidden, Unauthorized, Refused (415), and the errors of `read_body` and `decode`.
     """
     policy.allow(call.caller, verb, topic=topic, group=group)
     check_content_type(call.headers.get("content-type", ""), JSON)
@@ -218,8 +218,8 @@ async def check_no_body(
 ) -> None:
     """Check that the caller may use the verb, and that there is no body. An empty JSON object is accepted.
 
-    Raises Forbidden, Unauthorized, Refused (415) and InvalidMessage. The content type is checked because a form on a
-    page of another site always has one, and it is never that of JSON.
+    Raises the errors of `read_request`. The content type is checked because a form on a page of another site always has
+    one, and it is never that of JSON.
     """
     policy.allow(call.caller, verb, topic=topic, group=group)
     if content_type := call.headers.get("content-type"):

@@ -1,4 +1,4 @@
-"""Status and health over HTTP from a real node, and the rights of each account."""
+"""Status and health over HTTP from a real node, and the permissions of each account."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_a_full_disk_is_not_ready(client: Client, node: RunningNode, monkeypatch
     assert "disk full" in answer.value["detail"]
 
 
-def test_each_account_has_the_permissions_of_its_lines(tmp_path: Path) -> None:
+def test_each_account_has_only_the_permissions_of_the_access_file(tmp_path: Path) -> None:
     def bearer(account: str) -> str:
         return f"Bearer {account}:{SECRETS[account]}"
 
     with guarded_node(tmp_path, http_port=0) as node:
-        with client_of(node) as stranger, client_of(node, "Bearer shop:wrong") as liar:
-            for item in (stranger, liar):
+        with client_of(node) as stranger, client_of(node, "Bearer shop:wrong") as wrong_key:
+            for item in (stranger, wrong_key):
                 answer = item.send("orders", {"body": "x"})
                 assert (answer.status, answer.value["code"]) == (401, "unauthorized")
                 assert answer.headers["www-authenticate"].startswith("Bearer")
@@ -94,13 +94,14 @@ def test_each_account_has_the_permissions_of_its_lines(tmp_path: Path) -> None:
             assert shop.ask("DELETE", path).status == 200
 
 
-def test_without_a_port_there_is_no_edge(tmp_path: Path) -> None:
+def test_without_a_port_there_is_no_http_server(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", http_port=-1) as node:
         assert node.node.http_port == -1
+        assert node.node.edges is not None and node.node.edges.http._server is None
 
 
 class CountingAccounts(dict[str, Account]):
-    """Accounts that count how often they are read: each check of a right does."""
+    """Accounts that count how often they are read. Each check of a permission reads one."""
 
     reads = 0
 
@@ -109,7 +110,7 @@ class CountingAccounts(dict[str, Account]):
         return super().get(key, default)
 
 
-def test_a_list_of_topics_holds_the_loop_for_a_share_of_them(tmp_path: Path) -> None:
+def test_a_list_of_many_topics_is_built_in_shares_between_which_the_loop_runs(tmp_path: Path) -> None:
     names, accounts = [f"topic-{number}" for number in range(1_000)], CountingAccounts()
 
     async def create(node: RunningNode) -> None:
@@ -118,6 +119,7 @@ def test_a_list_of_topics_holds_the_loop_for_a_share_of_them(tmp_path: Path) -> 
         await node.broker.log.writer.flushed()
 
     async def most_reads(listing: Future[Reply]) -> int:
+        """Return the largest number of reads in one turn of the loop until the answer."""
         most = 0
         while not listing.done():
             reads_before = accounts.reads

@@ -59,7 +59,7 @@ def test_a_message_is_shown_with_its_state_in_each_group(client: Client) -> None
     assert groups() == [{"group": "planners", "state": "done"}]
 
 
-def test_many_messages_with_an_id_are_cut(
+def test_the_messages_with_one_id_are_limited_in_their_number_and_bytes(
     client: Client, node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.send("plans-of-one", [{"id": "one-id", "body": text, "after": "1h"} for text in "abcd"])
