@@ -97,7 +97,7 @@ def damage_requests(rng: random.Random) -> bytes:
 LAST_REQUEST = b"\r\n\r\nGET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
-def send_damaged_requests(port: int, rng: random.Random) -> bytes:
+def status(port: int, rng: random.Random) -> bytes:
     """Send some damaged requests over a connection. Return the first status, or b"" if it closes without an answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=BOUND_S) as connection:
         result = b""

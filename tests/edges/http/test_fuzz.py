@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from schemathesis.core.failures import FailureGroup, ServerError
 from tests.edges.http.client import Client
-from tests.edges.http.fuzzing import KNOWN_TOPIC, LABELS, attack, send_damaged_requests
+from tests.edges.http.fuzzing import KNOWN_TOPIC, LABELS, attack, status
 from tests.node_fixture import RunningNode, running_node
 from tests.rounds import rounds
 
@@ -64,7 +64,7 @@ def test_bytes_that_are_nearly_http_are_answered_or_closed(
     monkeypatch.setattr(bounds, "HEAD_S", 0.2)
     monkeypatch.setattr(requests, "BODY_S", 0.2)
     rng = random.Random(7)
-    statuses = Counter(send_damaged_requests(node.node.http_port, rng) for _ in range(EXAMPLES * 4))
+    statuses = Counter(status(node.node.http_port, rng) for _ in range(EXAMPLES * 4))
     assert not [item for item in statuses if item[:1] == b"5"], statuses
     assert statuses[b"201"] and statuses[b"400"], statuses
     assert client.send("raw-after", {"body": "still here"}).status == 201

@@ -328,10 +328,12 @@ class HttpConnection(HttpToolsProtocol):
         """Start the next request, unless another one is under way."""
         if self.waiting and self._serving is None and not self.transport.is_closing():
             if self._is_stopping and self.waiting[0][0].more_body:
-                return  # closed with bytes unread, the connection would be reset, and the answer lost
+                # A refusal now would close the connection with unread bytes. This resets it, and the client would lose
+                # the answer.
+                return
             exchange, endpoint = self.waiting.popleft()
             self._serving, self._idle_since_s = exchange, None
-            if len(exchange.body) <= HIGH_WATER_LIMIT:  # else when its handler takes the body
+            if len(exchange.body) <= HIGH_WATER_LIMIT:  # for a larger body, its handler resumes reading
                 self.flow.resume_reading()
             if self._is_stopping:
                 exchange.keep_alive = False
@@ -366,7 +368,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         self.flow.resume_reading()
         if self.waiting:
-            # Later, because an answer may follow at once, and so on for many requests.
+            # In a later turn, because each answer may start the next request: the stack would grow with their number.
             self.loop.call_soon(self._start_next)
             return
         self._idle_since_s = self.loop.time()

@@ -80,8 +80,8 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wait for `stop`. uvicorn looks ten times a second, also for settings that the broker does not use."""
-        await self.on_tick(0)  # it makes the default headers
+        """Wait for `stop`. uvicorn wakes up ten times a second, also for settings that the broker does not use."""
+        await self.on_tick(0)  # builds the default headers
         await self._stopping.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -307,7 +307,7 @@ class Endpoint:
         RequestError.
         """
         self._pages.check(method, call.exchange.target.path, call.headers)
-        # Before the handler: a refused receive must not have leased messages.
+        # Checked before the handler runs, because a refused receive must not lease messages.
         self._request_limits.sent.check(call.peer)
         name = "GET" if method == "HEAD" else method
         handler = self._methods.get(name)
@@ -330,7 +330,8 @@ class Endpoint:
         try:
             answer = await handler(call)
             if isinstance(answer, Answer) and answer.size_bytes and call.exchange.method == "GET":
-                # Requests that came together have all passed the check of `_admit`. A GET has changed nothing.
+                # Several requests may have passed the check in `_admit` before one had its answer. A GET changes
+                # nothing, so it may be refused after its handler has ended.
                 self._request_limits.sent.check(call.peer, answer.size_bytes)
         except ClientDisconnected:
             self._end(call)

@@ -92,7 +92,7 @@ def test_a_delete_that_names_no_valid_dead_letters_is_refused(client: Client, bo
     assert client.ask("POST", "/v1/groups/movers/dead-letters/delete", body).status == 400
 
 
-def test_an_account_sees_no_groups_and_dead_letters_of_others(tmp_path: Path) -> None:
+def test_an_account_gets_no_groups_and_dead_letters_of_others(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         with client_of(node, f"Bearer other:{SECRETS['other']}") as other:
             assert other.ask("GET", "/v1/groups").value == {"groups": []}

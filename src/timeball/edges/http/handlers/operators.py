@@ -309,7 +309,7 @@ class GroupQuestions:
         self.paths: Paths = {"/v1/cluster/{group}": {"POST": self._answer}}
 
     async def _answer(self, call: Call) -> Answer:
-        """Answer a request of another node, if this node leads the requested group."""
+        """Answer a request of another node, if this node leads the requested group. Raises NotFound and NotLeader."""
         broker, group = self._broker, call.path["group"]
         if not isinstance(broker, GroupedBroker):
             raise NotFound("this broker belongs to no cluster: it was started without --cluster")

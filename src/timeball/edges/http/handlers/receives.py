@@ -114,7 +114,7 @@ class Receives:
         client disconnects.
         """
         consuming = self._broker.consuming
-        yield b"\n"  # the client knows that the stream is open
+        yield b"\n"  # tells the client that the stream is open
         while True:
             rows_max = min(credit.free_rows, STREAM_ROWS)
             if rows_max <= 0:
@@ -130,7 +130,7 @@ class Receives:
                 # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
                 # refused.
                 return
-            except OverLimit:  # other consumers reached it, so it is no reason to end this stream
+            except OverLimit:  # other consumers have used up the limit, so it is no reason to end this stream
                 yield b"\n"
                 await asyncio.sleep(OVER_LIMIT_PAUSE_S)
                 continue
@@ -198,7 +198,7 @@ class Receives:
         The answer must be written in the same turn of the loop. Later, the client may have disconnected.
         """
         exchange = call.exchange
-        # A client that does not read earlier answers gets no messages, and this answer need not wait for it.
+        # A client that does not read earlier answers gets no messages.
         if exchange.flow.write_paused and not await exchange.drain(ANSWER_S):
             raise ClientDisconnected
         watch = _DisconnectWatch(call)
@@ -344,7 +344,8 @@ class Receives:
 class _DisconnectWatch:
     """Cancels the task of a request that waits, when its client disconnects.
 
-    `has_cancelled` is True from then on. A request that does not wait pays nothing.
+    `has_cancelled` is True from then on. `begin` is called only before a wait, so a request that does not wait has no
+    cost.
     """
 
     def __init__(self, call: Call) -> None:
@@ -358,7 +359,7 @@ class _DisconnectWatch:
             self._cancel()
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._exchange.on_disconnect = None
 
     def _cancel(self) -> None:

@@ -217,5 +217,5 @@ def show_zones(facts: ZoneFacts) -> ZonesInUse:
 
 def _duration_text(duration_ms: int) -> str:
     """Format a duration in the largest unit in which it is a whole number."""
-    unit, unit_ms = next(unit for unit in _UNITS if duration_ms % unit[1] == 0)
+    unit, unit_ms = next((unit, unit_ms) for unit, unit_ms in _UNITS if duration_ms % unit_ms == 0)
     return f"{duration_ms // unit_ms}{unit}"
