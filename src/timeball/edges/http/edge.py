@@ -125,11 +125,7 @@ class HttpEdge:
     """Builds the table of paths, and starts and stops the server. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security = OPEN) -> None:
-        self._settings, self._security, self._clock = (
-            broker.settings,
-            security,
-            broker.clock.clock,
-        )
+        self._settings, self._security, self._clock = broker.settings, security, broker.clock.clock
         self.limits, self.port = RequestLimits(), self._settings.http_port
         self._pages = ForeignPageCheck(
             self._settings,

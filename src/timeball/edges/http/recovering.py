@@ -103,12 +103,8 @@ def encode_answer(head: bytes) -> bytes:
         answer = problem(
             503, "unavailable", "the broker recovers: it reads its log, and takes messages when it is done"
         )
-        status_line, content_type, content, extra_headers = (
-            b"503 Service Unavailable",
-            PROBLEM,
-            encode(answer.value),
-            b"retry-after: 1\r\n",
-        )
+        status_line, content_type = b"503 Service Unavailable", PROBLEM
+        content, extra_headers = encode(answer.value), b"retry-after: 1\r\n"
     fields = b"content-type: %s\r\ncontent-length: %d\r\ncache-control: no-store\r\nconnection: close\r\n"
     body = b"" if method == b"HEAD" else content
     return (

@@ -266,14 +266,8 @@ class Endpoint:
 
         A method that is missing in `parameters` accepts any query. `is_open` means that callers need no account.
         """
-        self._methods, self._security, self._now_ms, self._request_limits = (
-            methods,
-            security,
-            now_ms,
-            request_limits,
-        )
-        self._pages = pages
-        self._parameters = parameters
+        self._methods, self._security, self._pages, self._now_ms = methods, security, pages, now_ms
+        self._request_limits, self._parameters = request_limits, parameters
         # by method that only older versions offered: advice for the client
         self._former_methods = former_methods
         self._needs_no_account = is_open

@@ -384,11 +384,8 @@ class Events:
 
     async def _open_stream(self, call: Call) -> Stream:
         """Start a live tail, from the header Last-Event-ID on if there is one, else with new messages."""
-        topic, tags, last_event_id = (
-            call.path["topic"],
-            call.query.get("tag", ""),
-            call.headers.get("last-event-id"),
-        )
+        topic, tags = call.path["topic"], call.query.get("tag", "")
+        last_event_id = call.headers.get("last-event-id")
         last_offsets = answers_codec.parse_event_id(last_event_id) if last_event_id else None
         # Check the request before the first byte is sent, so that a refusal has its own status.
         offsets = self._broker.live_tail.begin(topic, tags, last_offsets, call.caller)
