@@ -379,7 +379,8 @@ class Served:
         return [part[:3] for part in b"".join(self.transport.writes).split(b"HTTP/1.1 ")[1:]]
 
 
-def build_get(name: str, method: str = "GET", headers: str = "") -> bytes:
+def build_request(name: str, method: str = "GET", headers: str = "") -> bytes:
+    """Build the head of a request for the path of a handler. `headers`: lines with their ends."""
     return f"{method} /{name} HTTP/1.1\r\n{headers}\r\n".encode()
 
 
@@ -395,28 +396,28 @@ async def stream(_: requests.Call) -> requests.Stream:
 
 
 @pytest.mark.parametrize(
-    ("request_line", "status"),
+    ("request_bytes", "status"),
     [
-        (build_get("none"), b"404"),
-        (build_get("short"), b"200"),
-        (build_get("stream"), b"200"),
-        (build_get("stream", "HEAD"), b"200"),
+        (build_request("none"), b"404"),
+        (build_request("short"), b"200"),
+        (build_request("stream"), b"200"),
+        (build_request("stream", "HEAD"), b"200"),
     ],
     ids=["unknown path", "answer", "stream", "head of a stream"],
 )
 @pytest.mark.parametrize("reads", [True, False], ids=["in time", "never"])
 def test_an_answer_waits_for_a_client_that_does_not_read(
-    monkeypatch: pytest.MonkeyPatch, request_line: bytes, status: bytes, *, reads: bool
+    monkeypatch: pytest.MonkeyPatch, request_bytes: bytes, status: bytes, *, reads: bool
 ) -> None:
     async def serve() -> None:
         served = Served(short=short, stream=stream)
         served.connection.pause_writing()
-        await served.receive(request_line)
+        await served.receive(request_bytes)
         assert not served.transport.writes
         if reads:
             served.connection.resume_writing()
             await served.settle()
-        while served.connection.tasks:  # within the limit
+        while served.connection.tasks:  # they end after ANSWER_S at the latest
             await asyncio.wait(served.connection.tasks)
         await served.settle()
         assert served.statuses == ([status] if reads else [])
@@ -435,13 +436,13 @@ def test_a_written_answer_is_counted_until_the_client_reads_it(
     async def serve() -> None:
         served = Served(short=requests.DirectHandler(begin, short) if is_direct else short)
         served.transport.on_full = served.connection.pause_writing
-        await served.receive(build_get("short"))
+        await served.receive(build_request("short"))
         assert served.statuses == [b"200"]
         assert served.limits.sent.held_bytes == len(b"short")
         if reads:
             served.connection.resume_writing()
             await served.settle()
-        while served.connection.tasks:  # within the limit
+        while served.connection.tasks:  # they end after ANSWER_S at the latest
             await asyncio.wait(served.connection.tasks)
         assert served.limits.sent.held_bytes == 0
         assert served.transport.is_aborted is not reads
@@ -457,7 +458,7 @@ def test_a_written_answer_is_counted_until_the_client_reads_it(
 def test_a_large_answer_that_was_begun_before_the_limit_was_reached_is_refused() -> None:
     async def serve() -> None:
         served = Served(large=large)
-        await served.receive(build_get("large"))
+        await served.receive(build_request("large"))
         served.limits.sent.add("", requests.SENT_BYTES_MAX)  # answers to other requests of this address
         is_built.set()
         await served.settle()
@@ -474,7 +475,7 @@ def test_a_large_answer_that_was_begun_before_the_limit_was_reached_is_refused()
 def test_an_answer_that_the_system_takes_at_once_is_not_counted() -> None:
     async def serve() -> None:
         served = Served(short=short)
-        await served.receive(build_get("short"))
+        await served.receive(build_request("short"))
         assert served.statuses == [b"200"]
         assert not served.connection.tasks and served.limits.sent.held_bytes == 0
 
@@ -486,7 +487,7 @@ def test_a_stream_over_its_limit_is_refused_when_the_client_reads(monkeypatch: p
         served = Served(stream=stream)
         served.limits.streams = SharedLimit("streams", 0)
         served.connection.pause_writing()
-        await served.receive(build_get("stream"))
+        await served.receive(build_request("stream"))
         assert not served.transport.writes
         served.connection.resume_writing()
         await served.settle()
@@ -500,7 +501,7 @@ def test_the_end_of_a_stream_waits_a_limited_time_for_a_client_that_does_not_rea
 ) -> None:
     async def serve() -> None:
         served = Served(stream=pausing)
-        await served.receive(build_get("stream"))
+        await served.receive(build_request("stream"))
         await asyncio.wait(served.connection.tasks)
         assert served.transport.is_closed and served.statuses == [b"200"]
 
@@ -520,7 +521,7 @@ def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
 ) -> None:
     async def serve() -> None:
         served = Served(short=short)
-        served.connection.data_received(build_get("none"))
+        served.connection.data_received(build_request("none"))
         served.transport.unread_bytes = 1
         served.connection.eof_received()
         assert served.statuses == [b"404"]
@@ -533,7 +534,10 @@ def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
 
 @pytest.mark.parametrize(
     "pieces",
-    [[build_get("none") + build_get("asked")], [build_get("none") + b"GET ", b"/asked HTTP/1.1\r\n\r\n"]],
+    [
+        [build_request("none") + build_request("asked")],
+        [build_request("none") + b"GET ", b"/asked HTTP/1.1\r\n\r\n"],
+    ],
 )
 def test_a_connection_is_not_idle_while_a_request_is_served(pieces: list[bytes]) -> None:
     async def serve() -> None:
@@ -553,7 +557,7 @@ def test_a_connection_is_not_idle_while_a_request_is_served(pieces: list[bytes])
 def test_empty_lines_keep_no_connection_open() -> None:
     async def serve() -> None:
         served = Served(short=short)
-        await served.receive(build_get("none"))
+        await served.receive(build_request("none"))
         await served.receive(b"\r\n")
         served.connection.timeout_keep_alive = 0
         served.connection.timeout_keep_alive_handler()
@@ -570,12 +574,12 @@ def test_at_a_stop_a_request_on_its_way_is_refused_and_a_running_one_is_answered
     async def serve() -> None:
         asked = ManualHandler()
         idle, running, silent = Served(short=short), Served(asked=asked.handler), Served()
-        await idle.receive(build_get("none"))
-        await running.receive(build_get("asked"))
+        await idle.receive(build_request("none"))
+        await running.receive(build_request("asked"))
         idle.connection.shutdown()
         running.connection.shutdown()
         assert not idle.transport.is_closed and not running.transport.is_closed
-        await idle.receive(build_get("short"))
+        await idle.receive(build_request("short"))
         asked.answer()
         await running.settle()
         assert (idle.statuses, running.statuses) == ([b"404", b"503"], [b"200"])
@@ -592,7 +596,7 @@ def test_at_a_stop_a_request_on_its_way_is_refused_and_a_running_one_is_answered
 def test_a_task_that_is_cancelled_before_its_first_step_is_forgotten() -> None:
     async def serve() -> None:
         served = Served(short=short)
-        served.connection.data_received(build_get("short"))
+        served.connection.data_received(build_request("short"))
         (task,) = served.connection.tasks
         task.cancel()
         await served.settle()
@@ -624,7 +628,7 @@ class ManualHandler:
         self.calls.pop(0)[1](Answer(200, b"asked"))
 
 
-CHUNKED = build_get("asked", "POST", "transfer-encoding: chunked\r\n")
+CHUNKED = build_request("asked", "POST", "transfer-encoding: chunked\r\n")
 
 
 @pytest.mark.parametrize(
@@ -635,7 +639,7 @@ CHUNKED = build_get("asked", "POST", "transfer-encoding: chunked\r\n")
 def test_trailers_extensions_and_empty_lines_in_pieces_are_limited(begin: bytes, more: bytes) -> None:
     async def serve() -> None:
         served = Served(asked=ManualHandler().handler)
-        await served.receive(CHUNKED + begin if begin else build_get("none"))
+        await served.receive(CHUNKED + begin if begin else build_request("none"))
         for _ in range(bounds.HEAD_BYTES_MAX // 1_024 + 1):
             assert not served.transport.is_closed
             await served.receive(more * (1_024 // len(more)))
@@ -662,7 +666,7 @@ def test_nothing_is_read_from_a_connection_while_requests_wait() -> None:
     async def serve() -> None:
         asked = ManualHandler()
         served = Served(asked=asked.handler)
-        await served.receive(build_get("asked") * 4)
+        await served.receive(build_request("asked") * 4)
         for waiting in (3, 2, 1, 0):
             assert (len(asked.calls), len(served.connection.waiting)) == (1, waiting)
             assert served.transport.is_paused is (waiting > 0)
@@ -677,7 +681,7 @@ def test_the_time_limit_of_a_head_does_not_run_while_nothing_is_read(monkeypatch
     async def serve() -> None:
         asked = ManualHandler()
         served = Served(asked=asked.handler)
-        await served.receive(build_get("asked") * 2 + b"GET /as")
+        await served.receive(build_request("asked") * 2 + b"GET /as")
         await asyncio.sleep(2 * bounds.HEAD_S)
         assert not served.transport.is_aborted
         asked.answer()
@@ -725,7 +729,7 @@ def test_a_large_head_behind_a_request_with_a_body_is_refused(*, is_divided: boo
     async def serve() -> None:
         asked = ManualHandler()
         served = Served(asked=asked.handler)
-        earlier = build_get("asked", "POST", "content-length: 4\r\n") + b"body"
+        earlier = build_request("asked", "POST", "content-length: 4\r\n") + b"body"
         head = build_head(bounds.HEAD_BYTES_MAX + 1)
         # The first piece contains the earlier request and, if there are two, half of the head.
         begin = head[: len(head) // 2] if is_divided else head
@@ -748,12 +752,12 @@ def test_an_invalid_request_closes_behind_the_answers_to_earlier_ones(invalid: b
     async def serve() -> None:
         asked = ManualHandler()
         served = Served(asked=asked.handler)
-        await served.receive(build_get("asked") * ahead)
+        await served.receive(build_request("asked") * ahead)
         await served.receive(invalid[:1])
         await served.receive(invalid[1:])
         for _ in range(ahead):
             assert not served.transport.is_closed
-            await served.receive(build_get("none"))
+            await served.receive(build_request("none"))
             asked.answer()
             await served.settle()
         assert served.transport.is_closed and served.statuses == [b"200"] * ahead
@@ -765,7 +769,7 @@ def test_an_invalid_request_closes_behind_the_answers_to_earlier_ones(invalid: b
 def test_a_request_with_an_invalid_body_is_refused_at_once() -> None:
     async def serve() -> None:
         served = Served(reading=reading)
-        await served.receive(build_get("reading", "POST", "transfer-encoding: chunked\r\n"))
+        await served.receive(build_request("reading", "POST", "transfer-encoding: chunked\r\n"))
         assert served.connection.tasks and not served.transport.is_closed
         await served.receive(b"none\r\n")
         assert served.transport.is_closed and served.statuses == [b"400"]
