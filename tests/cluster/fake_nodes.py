@@ -5,15 +5,14 @@ from __future__ import annotations
 from msgspec.structs import replace
 from tests.cluster.worlds import LONG_TTL_MS, World, make_group, next_record
 
-from timeball.cluster.coordination.coordinator import Lease, Node
-from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import Coordinator, Lease, Node
 from timeball.cluster.protocol.replica import node_of
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures
 
 
 async def join(
     world: World, replica: str, *, promised: int = 0, group: str = "g1", **figures: object
-) -> tuple[KeyCoordinator, Lease]:
+) -> tuple[Coordinator, Lease]:
     """Register a node and report its figures; return its coordinator, and the lease that carries both."""
     name = node_of(replica)
     coordinator = world.coordinator(name)
@@ -26,7 +25,7 @@ async def join(
     return coordinator, lease
 
 
-async def group_of_three(world: World, **leader: object) -> dict[str, tuple[KeyCoordinator, Lease]]:
+async def group_of_three(world: World, **leader: object) -> dict[str, tuple[Coordinator, Lease]]:
     """Return three nodes of a group: a leads in epoch 4, and c lacks a row."""
     peers = {"b": PeerFigures("b/1", 10, 0.2), "c": PeerFigures("c/1", 9, -0.4)}
     figures = {
@@ -46,7 +45,7 @@ async def group_of_three(world: World, **leader: object) -> dict[str, tuple[KeyC
     return nodes
 
 
-async def led_by(world: World, node: tuple[KeyCoordinator, Lease]) -> None:
+async def led_by(world: World, node: tuple[Coordinator, Lease]) -> None:
     """Create the group's record, and let a node lead it."""
     coordinator, lease = node
     view = await make_group(world.coordinator("maker"))

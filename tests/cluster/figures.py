@@ -20,9 +20,8 @@ import msgspec
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.worlds import World, make_group, next_record, wait_until, world_of
 
-from timeball.cluster.coordination.coordinator import Directory, GroupView, HeldLease, Node
+from timeball.cluster.coordination.coordinator import Coordinator, Directory, GroupView, HeldLease, Node
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
-from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.model.errors import Unavailable
 
 POLL_S = 1.0  # the interval of a node's reads, independent of its watch
@@ -84,11 +83,11 @@ async def verbs(endpoints: list[str], count: int) -> dict[str, Share]:
 
 def node_of(
     world: World, endpoints: list[str], name: str, ttl_ms: int
-) -> tuple[EtcdStore, KeyCoordinator, HeldLease]:
+) -> tuple[EtcdStore, Coordinator, HeldLease]:
     """Make a node in a new store: the store, its coordinator, and its lease."""
     store = EtcdStore(EtcdAccess(endpoints), ttl_ms=ttl_ms)
     world.stores.append(store)
-    coordinator = KeyCoordinator(store, world.clock, cluster=world.cluster, node=name)
+    coordinator = Coordinator(store, world.clock, cluster=world.cluster, node=name)
     return store, coordinator, HeldLease(coordinator, world.clock, Node(name), ttl_ms)
 
 
@@ -113,14 +112,14 @@ async def takeovers(endpoints: list[str], ttl_ms: int, count: int) -> Share:
     return Share.of(times)
 
 
-async def registered(coordinator: KeyCoordinator, count: int) -> None:
+async def registered(coordinator: Coordinator, count: int) -> None:
     async def are_there() -> bool:
         return len(await coordinator.nodes()) >= count
 
     await wait_until(are_there)
 
 
-async def stand(coordinator: KeyCoordinator, held: HeldLease, view: GroupView) -> float:
+async def stand(coordinator: Coordinator, held: HeldLease, view: GroupView) -> float:
     """Wait until the group is free, as a follower does, lead it, and return the time."""
     while True:
         await coordinator.wait_for_change(view.as_of, POLL_S)

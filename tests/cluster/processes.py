@@ -22,9 +22,8 @@ from tests.cluster.namespaces import ETCD, Network
 from tests.ports import free_ports
 
 from timeball import Timeball
-from timeball.cluster.coordination.coordinator import GroupView
+from timeball.cluster.coordination.coordinator import Coordinator, GroupView
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
-from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.protocol.replica import Record, node_of
 from timeball.io.clock import SystemClock
 
@@ -150,11 +149,11 @@ class Cluster:
     group: str = GROUP
 
     def ask(self, call: str, *args: object) -> object:
-        """Return the result of one method of KeyCoordinator."""
+        """Return the result of one method of Coordinator."""
 
         async def connect_and_call() -> object:
             store = EtcdStore(EtcdAccess(self.etcd.endpoints), ttl_ms=20_000)
-            coordinator = KeyCoordinator(store, SystemClock(), cluster=CLUSTER, node="tests")
+            coordinator = Coordinator(store, SystemClock(), cluster=CLUSTER, node="tests")
             try:
                 return await getattr(coordinator, call)(*args)
             finally:

@@ -22,8 +22,8 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.cluster.simulated_wire import Wire
 from tests.crash_files import CrashFiles, PowerCut
 
+from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
-from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, FollowerCaches, Member
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.messages import Message, Receiver, encode
@@ -246,7 +246,7 @@ class Machine:
             promised=self.log.identity.promised,
         )  # fmt: skip
         store = MachineStore(self.memory, self)
-        self.coordinator = KeyCoordinator(store, self.clock, cluster=CLUSTER, node=self.name)
+        self.coordinator = Coordinator(store, self.clock, cluster=CLUSTER, node=self.name)
         self.member = Hooks(self.coordinator, self.clock, registration, GROUP, TTL_MS, self)
         thread = self.member.thread = ReplicaThread(
             Rules(replica, GROUP, quorum_ms=QUORUM_MS), self.log,

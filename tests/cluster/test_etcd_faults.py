@@ -18,9 +18,8 @@ from tests.certificates import certificate
 from tests.cluster.etcd_cluster import EtcdCluster, Member, need_etcd
 from tests.cluster.worlds import RECORD, make_group, next_record, wait_until
 
-from timeball.cluster.coordination.coordinator import HeldLease, Lease, Node
+from timeball.cluster.coordination.coordinator import Coordinator, HeldLease, Lease, Node
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
-from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.io.clock import SystemClock
 from timeball.io.security import load_client_tls
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
@@ -38,9 +37,9 @@ class Election:
     wins: list[tuple[int, str]] = field(default_factory=list)
     unknown: int = 0
 
-    def coordinator(self, node: str, turned: int = 0) -> KeyCoordinator:
+    def coordinator(self, node: str, turned: int = 0) -> Coordinator:
         endpoints = self.endpoints[turned:] + self.endpoints[:turned]
-        return KeyCoordinator(
+        return Coordinator(
             EtcdStore(EtcdAccess(endpoints), ttl_ms=TTL_MS), SystemClock(), cluster="faults", node=node
         )
 
@@ -221,9 +220,9 @@ def test_etcd_is_reached_only_with_the_right_certificate_and_user(tmp_path: Path
     stranger = certificate(tmp_path / "stranger")
     context = load_client_tls(tls.roots, tls.cert, tls.key)
 
-    def coordinator(user: str, password: str, trust: ssl.SSLContext = context) -> KeyCoordinator:
+    def coordinator(user: str, password: str, trust: ssl.SSLContext = context) -> Coordinator:
         access = EtcdAccess(etcd.endpoints, tls=trust, user=user, password=password)
-        return KeyCoordinator(EtcdStore(access, ttl_ms=4_000), SystemClock(), cluster="c", node="a")
+        return Coordinator(EtcdStore(access, ttl_ms=4_000), SystemClock(), cluster="c", node="a")
 
     async def scenario() -> None:
         good = coordinator("timeball", "right")
@@ -267,7 +266,7 @@ def test_etcd_is_reached_only_with_the_right_certificate_and_user(tmp_path: Path
         asyncio.run(scenario())
 
 
-async def answers(coordinator: KeyCoordinator) -> bool:
+async def answers(coordinator: Coordinator) -> bool:
     return (await coordinator.read("g1")).record is not None
 
 

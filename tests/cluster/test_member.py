@@ -15,8 +15,7 @@ from tests.bounds import BOUND_S
 from tests.cluster.trio import CLOCK, GROUP, TTL_MS, Replica, Trio, running_trio
 from tests.ports import free_ports
 
-from timeball.cluster.coordination.coordinator import GroupView, Node
-from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.member import REPLICATION, was_etcd_restored
 from timeball.cluster.protocol.replica import Record, Role
 
@@ -192,10 +191,10 @@ def test_an_error_in_a_duty_ends_the_process(tmp_path: Path, monkeypatch: pytest
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
 
-        async def broken(self: KeyCoordinator) -> dict[str, object]:
+        async def broken(self: Coordinator) -> dict[str, object]:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(KeyCoordinator, "nodes", broken)
+        monkeypatch.setattr(Coordinator, "nodes", broken)
         await trio.wait_until(lambda: all(has_ended(each) for each in trio.replicas.values()), "all end")
         assert isinstance(leader.ended[0], ZeroDivisionError)
 

@@ -10,8 +10,13 @@ from msgspec.structs import replace
 from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import RECORD, World, make_group, next_record, world_of
 
-from timeball.cluster.coordination.coordinator import AllGroups, GroupView, Lease, OperatorRequest
-from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import (
+    AllGroups,
+    Coordinator,
+    GroupView,
+    Lease,
+    OperatorRequest,
+)
 from timeball.cluster.operations import Operations, survey
 from timeball.cluster.protocol.replica import Record
 from timeball.model.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
@@ -31,7 +36,7 @@ def run(scenario: Scenario) -> None:
     asyncio.run(within())
 
 
-async def carry_out_next_request(node: tuple[KeyCoordinator, Lease]) -> None:
+async def carry_out_next_request(node: tuple[Coordinator, Lease]) -> None:
     """Carry out the next request, as the leader of the group does."""
     coordinator, lease = node
     while (view := await coordinator.read("g1")).pending_request is None:
@@ -152,10 +157,10 @@ def test_a_change_of_the_set_that_has_not_ended_is_a_problem() -> None:
     assert "the change of the replicas waits for a majority of a, b, c to store it" in group.problems
 
 
-class ElectionMeanwhile(KeyCoordinator):
+class ElectionMeanwhile(Coordinator):
     """A coordinator before whose second request the node b is elected in epoch 5."""
 
-    node: tuple[KeyCoordinator, Lease]  # b
+    node: tuple[Coordinator, Lease]  # b
     requests = 0
 
     async def count(self) -> None:

@@ -17,8 +17,7 @@ from tests.cluster.memory_store import Memory, MemoryStore
 from tests.log.small_log import batch
 from tests.ports import free_ports
 
-from timeball.cluster.coordination.coordinator import Node
-from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import Coordinator, Node
 from timeball.cluster.member import REPLICATION, Member
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.replica import Record, Role, Rules
@@ -62,7 +61,7 @@ class Replica:
         replica = self.log.identity.replica
         listening = listen("127.0.0.1", self.port)
         addresses = {REPLICATION: f"127.0.0.1:{self.port}", "flight": f"127.0.0.1:{self.port + 1}"}
-        coordinator = KeyCoordinator(MemoryStore(self._memory), CLOCK, cluster=CLUSTER, node=self.name)
+        coordinator = Coordinator(MemoryStore(self._memory), CLOCK, cluster=CLUSTER, node=self.name)
         self.member = Member(
             coordinator, CLOCK, Node(self.name, addresses, replica=replica, group=GROUP), GROUP, TTL_MS, self
         )
@@ -156,7 +155,7 @@ class Trio:
     def __init__(self, memory: Memory, replicas: list[Replica]) -> None:
         self.memory = memory
         self.replicas = {replica.name: replica for replica in replicas}
-        self.coordinator = KeyCoordinator(MemoryStore(memory), CLOCK, cluster=CLUSTER, node="tests")
+        self.coordinator = Coordinator(MemoryStore(memory), CLOCK, cluster=CLUSTER, node="tests")
 
     async def begin(self) -> None:
         """Start all replicas, and write the first record."""

@@ -14,9 +14,8 @@ import msgspec
 from tests.bounds import BOUND_S
 from tests.cluster.memory_store import Memory, MemoryStore
 
-from timeball.cluster.coordination.coordinator import GroupView, Lease
+from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Lease
 from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
-from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Comparison, Operation, Outcome, Store
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock, ManualClock, SystemClock
@@ -71,10 +70,10 @@ class World:
         self.stores.append(EtcdStore(EtcdAccess(endpoints), ttl_ms=20_000))
         return self.stores[-1]
 
-    def coordinator(self, node: str, *, repeating: bool = False) -> KeyCoordinator:
+    def coordinator(self, node: str, *, repeating: bool = False) -> Coordinator:
         """Make the coordinator of a node. With `repeating`, each transaction is carried out twice."""
         store = self.store()
-        return KeyCoordinator(
+        return Coordinator(
             Repeating(store) if repeating else store,  # type: ignore[arg-type]
             self.clock, cluster=self.cluster, node=node,
         )  # fmt: skip
@@ -108,7 +107,7 @@ async def wait_until(condition: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def make_group(coordinator: KeyCoordinator, group: str = "g1") -> GroupView:
+async def make_group(coordinator: Coordinator, group: str = "g1") -> GroupView:
     """Make a group's first record."""
     swap = await coordinator.change(group, 0, RECORD)
     assert swap.won
@@ -121,7 +120,7 @@ def next_record(view: GroupView, node: str) -> Record:
     return msgspec.structs.replace(view.record, epoch=view.record.epoch + 1, leader=f"{node}/1")
 
 
-async def led(coordinator: KeyCoordinator, node: str, ttl_ms: int = LONG_TTL_MS) -> tuple[GroupView, Lease]:
+async def led(coordinator: Coordinator, node: str, ttl_ms: int = LONG_TTL_MS) -> tuple[GroupView, Lease]:
     """Make the group g1 and lead it in the next epoch. Returns it, and the lease that holds it."""
     view, lease = await make_group(coordinator), await coordinator.grant(ttl_ms)
     swap = await coordinator.lead("g1", view.revision, next_record(view, node), lease)

@@ -19,7 +19,7 @@ from tests.broker.on_node import batch
 from tests.cluster.memory_store import Memory, MemoryStore
 from tests.ports import free_ports
 
-from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock, SystemClock
 from timeball.io.cycle_collection import CYCLES
@@ -46,12 +46,12 @@ class HangingNode(ReplicatedNode):
 
 
 @pytest.fixture
-def coordinator_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings, Clock], KeyCoordinator]:
+def coordinator_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings, Clock], Coordinator]:
     """Let all nodes have one coordinator in memory."""
     memory = Memory(SystemClock())
 
-    def coordinator_of(settings: Settings, clock: Clock) -> KeyCoordinator:
-        return KeyCoordinator(MemoryStore(memory), clock, cluster=settings.cluster, node=settings.node)
+    def coordinator_of(settings: Settings, clock: Clock) -> Coordinator:
+        return Coordinator(MemoryStore(memory), clock, cluster=settings.cluster, node=settings.node)
 
     monkeypatch.setattr(replicated_node, "create_coordinator", coordinator_of)
     # On a busy machine the work takes longer.

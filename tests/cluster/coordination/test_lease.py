@@ -10,8 +10,7 @@ import pytest
 from tests.cluster.memory_store import Memory, MemoryStore
 from tests.cluster.worlds import World, led, wait_until, world_of
 
-from timeball.cluster.coordination.coordinator import LEASE_MARGIN_MS, HeldLease, Node
-from timeball.cluster.coordination.keys import KeyCoordinator
+from timeball.cluster.coordination.coordinator import LEASE_MARGIN_MS, Coordinator, HeldLease, Node
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.model.errors import SetupError
 
@@ -130,7 +129,7 @@ def test_errors_for_an_operator_are_retried_once_a_second() -> None:
             async def grant(self, ttl_s: int) -> tuple[int, int]:
                 raise SetupError("permission denied")
 
-        refused = KeyCoordinator(Refusing(Memory(clock)), clock, cluster="c", node="a")
+        refused = Coordinator(Refusing(Memory(clock)), clock, cluster="c", node="a")
         assert await HeldLease(refused, clock, Node("a"), TTL_MS).renew_or_grant() == 1.0
 
     in_memory(scenario)

@@ -23,7 +23,6 @@ from timeball import __version__
 from timeball.cluster.coordination import etcd_codec as codec
 from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
-from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Comparison, Operation, Outcome
 from timeball.io.clock import Clock
 from timeball.io.files import read_secret
@@ -168,7 +167,7 @@ def create_coordinator(settings: Settings, clock: Clock) -> Coordinator:
         password = secret.decode().strip()
     access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
     store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
-    return KeyCoordinator(store, clock, cluster=settings.cluster, node=settings.node)
+    return Coordinator(store, clock, cluster=settings.cluster, node=settings.node)
 
 
 # ---- requests to etcd's members ------------------------------------------------------------------------------

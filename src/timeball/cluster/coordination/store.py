@@ -1,4 +1,4 @@
-"""A small key-value store with revisions, transactions and leases, modelled on etcd. `KeyCoordinator` is built on it.
+"""A small key-value store with revisions, transactions and leases, modelled on etcd. `Coordinator` is built on it.
 
     revision    counts the transactions that wrote something; each key has the revision that wrote it last
     transaction if all comparisons hold, the first list of operations is carried out, else the second; atomic
