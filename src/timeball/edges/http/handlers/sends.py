@@ -35,6 +35,7 @@ from timeball.model.values import size_bytes
 # up to this size a body is decoded on the event loop, and larger ones in a thread
 INLINE_DECODE_BYTES_MAX = 64 * 1024
 _IDS_PER_BLOCK = 64  # drawn by one system call
+ANSWER_ROW_BYTES = 200  # about, of the answer to one message
 
 
 class _Send(NamedTuple):
@@ -192,7 +193,7 @@ class Sends:
 
     def _put_now(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
         """Give messages with final due times to the broker."""
-        # The topic of rows has been checked above. For columns and keys, the broker checks the caller again.
+        # `_check` has checked the topic of rows. For columns and keys, the broker checks the caller again.
         caller = None if isinstance(decoded.rows, list) and send.key is None else call.caller
         piece = _Piece(
             self, decoded.rows, decoded.row_count, decoded.size_bytes, 0, caller, decoded, send.key is not None,
@@ -220,7 +221,7 @@ class Sends:
             )  # fmt: skip
             answer_rows = 1 if decoded.ids_and_times is None else decoded.row_count
             status = 200 if repeated and repeated.outcome in (EXISTS, KEPT) else 201
-            piece.respond(Answer(status, answer, size_bytes=200 * answer_rows))
+            piece.respond(Answer(status, answer, size_bytes=ANSWER_ROW_BYTES * answer_rows))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Complete the requests with the error that refused their messages."""
