@@ -19,9 +19,8 @@ from timeball.cli.options import (
     EndpointOption,
     FlightOption,
     JsonOption,
-    is_third_party,
     naming,
-    not_installed,
+    needs,
     parse_duration_ms,
 )
 from timeball.cli.output import print_json, print_line
@@ -124,14 +123,10 @@ def kafka(
 
 
 def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str, flight: str) -> Bridge:
-    try:
+    with needs(KAFKA):
         from timeball.edges.kafka.bridge import Bridge
         from timeball.edges.kafka.options import BridgeOptions, read_properties
         from timeball.io.clock import SystemClock
-    except ModuleNotFoundError as error:
-        if not is_third_party(error):
-            raise
-        raise not_installed(error, KAFKA) from error
     client = {} if config is None else read_properties(_read_config(config), str(config))
     CYCLES.start()  # records allocate and free containers, which would start collections often
     return Bridge(BridgeOptions(**options, client=client), endpoint, flight, SystemClock())

@@ -66,7 +66,7 @@ MODULES = {
     "pending": "sql",
     "campaign": "bulk",
     "audit": "pipeline",
-    "import": "import_celery",
+    "import": "imports",
     "zones": "schedules",
     **dict.fromkeys(("topics", "groups", "dead-letters"), "status"),
     **dict.fromkeys(("backup", "restore", "dump"), "data_folder"),

@@ -463,6 +463,20 @@ def addresses_of(endpoint: str) -> str:
 BROKER, SPARK, PICTURE, KAFKA, CELERY = "broker", "spark", "picture", "kafka", "celery"
 
 
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Run the imports of the block, which need the packages of `extra`.
+
+    Raises SetupError, which names the extra, if a package is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not is_third_party(error):
+            raise
+        raise not_installed(error, extra) from error
+
+
 def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
     """Build the error that names the missing package and the extra that contains it."""
     return SetupError(not_installed_text(error.name, extra))

@@ -3,7 +3,7 @@
 timeball schedules put       create or replace one
 timeball schedules preview   the next times of a rule, without storing it
 timeball schedules list, show, history, pause, resume, run, delete
-timeball schedules import    make schedules of a crontab or of celery beat (import_crontab.py, import_celery_beat.py)
+timeball schedules import    make schedules of a crontab or of celery beat (imports.py)
 timeball zones               the time zones in use, and the moves of the last update of tzdata
 """
 
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from timeball.cli.import_celery_beat import celery_beat
-from timeball.cli.import_crontab import crontab
+from timeball.cli.imports import celery_beat, crontab
 from timeball.cli.messages import KeysOption, PropertyOption, read_body, read_properties
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, show_instant
 from timeball.cli.output import show
