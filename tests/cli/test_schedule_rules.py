@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from timeball.cli.schedule_rules import build_rule, read_dates
+from timeball.cli.schedule_rules import RuleOptions, read_dates
 from timeball.model.errors import RequestError
 
 
 def test_options_add_keys_to_the_json() -> None:
-    assert build_rule('{"cron": "@daily", "exclude": ["2030-12-25"]}', zone="UTC", every=None, exclude=None) == {
-        "cron": "@daily", "exclude": ["2030-12-25"], "zone": "UTC",
-    }  # fmt: skip
-    assert build_rule(None, rrule=r"DTSTART:20300125T090000\nRRULE:FREQ=DAILY") == {
+    options = RuleOptions(rule='{"cron": "@daily", "exclude": ["2030-12-25"]}', zone="UTC")
+    assert options.build() == {"cron": "@daily", "exclude": ["2030-12-25"], "zone": "UTC"}
+    assert RuleOptions(rrule=r"DTSTART:20300125T090000\nRRULE:FREQ=DAILY").build() == {
         "rrule": "DTSTART:20300125T090000\nRRULE:FREQ=DAILY"
     }
 
@@ -22,7 +21,7 @@ def test_options_add_keys_to_the_json() -> None:
 def test_a_file_of_dates_adds_to_the_excluded_ones(tmp_path: Path) -> None:
     file = tmp_path / "dates"
     file.write_text("2030-12-26  # a comment\n\n2031-01-01\n")
-    assert build_rule(None, exclude=["2030-12-25"], exclude_file=file) == {
+    assert RuleOptions(exclude=["2030-12-25"], exclude_file=file).build() == {
         "exclude": ["2030-12-25", "2030-12-26", "2031-01-01"]
     }
 

@@ -4,7 +4,7 @@
 help text and default. A value comes from the first of these sources that has it: the option, the environment
 (TIMEBALL_PORT for --port), the file named with --settings (TOML, with the same names), the default.
 
-`spark_options` adds the options of a Spark session.
+`spark_options` adds the options of a Spark session. `with_options` makes such decorators.
 
 `connect` opens a client of the broker that --endpoint names, and gives advice for the most frequent failures. The
 commands of the pipeline use Flight, and the others HTTP.
@@ -187,6 +187,36 @@ def naming(option: str) -> Iterator[None]:
         raise type(error)(f"{option} {error}") from error
 
 
+def with_options(
+    name: str, build: Callable[..., Any], options: Sequence[inspect.Parameter] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a decorator that gives a command `options` in place of its parameter `name`.
+
+    The command receives the result of `build`, which is called with the values of the options by name. Without
+    `options`, they are the parameters of `build`, annotated for Typer.
+    """
+    if options is None:
+        options = list(inspect.signature(build, eval_str=True).parameters.values())
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += options if own.name == name else [own]
+
+        @functools.wraps(command)
+        def with_built(**arguments: Any) -> None:
+            values = {option.name: arguments.pop(option.name) for option in options}
+            command(**arguments, **{name: build(**values)})
+
+        # Options without a default may follow others only in a signature of keywords.
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        with_built.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_built.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_built
+
+    return decorate
+
+
 def settings_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(settings, …)` one option for each field of Settings, and --settings.
 
@@ -210,31 +240,22 @@ def _with_settings(
     fixed: dict[str, Any],
     advanced_panel: str | None = None,
 ) -> Callable[..., None]:
-    own_parameters = [
-        parameter
-        for parameter in inspect.signature(command, eval_str=True).parameters.values()
-        if parameter.name != "settings"
-    ]
-    setting_parameters = [
+    """Give a command the options of the settings in `names`. `fixed`: the values of settings without an option."""
+    options = [
         _build_parameter(
             field, types()[field.name], panel=advanced_panel if field.metadata["advanced"] else None
         )
         for field in fields(Settings)
         if field.name in names
     ]
-    file = inspect.Parameter("settings_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
+    options.append(
+        inspect.Parameter("settings_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
+    )
 
-    @functools.wraps(command)
-    def with_settings(**arguments: Any) -> None:
-        chosen = {name: arguments.pop(name) for name in names} | fixed
-        command(build_settings(arguments.pop("settings_file"), chosen), **arguments)
+    def build(settings_file: Path | None, **chosen: Any) -> Settings:
+        return build_settings(settings_file, chosen | fixed)
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own_parameters]
-    with_settings.__signature__ = inspect.Signature([*setting_parameters, file, *parameters])  # type: ignore[attr-defined]
-    with_settings.__annotations__ = {
-        parameter.name: parameter.annotation for parameter in [*setting_parameters, file, *parameters]
-    }
-    return with_settings
+    return with_options("settings", build, options)(command)
 
 
 _FILE = Annotated[
@@ -334,48 +355,24 @@ class SparkOptions:
 
 
 SPARK_AS_IT_IS = SparkOptions()
-_SPARK = {
-    "master": Annotated[
+
+
+def build_spark_options(
+    master: Annotated[
         str | None,
         typer.Option(
             "--master", envvar="TIMEBALL_MASTER", help="Spark master (local[2,2], or spark-submit's)."
         ),
-    ],
-    "conf": Annotated[
+    ] = None,
+    conf: Annotated[
         list[str] | None,
         typer.Option("--conf", metavar="NAME=VALUE", help="A setting of Spark's session; may be repeated."),
-    ],
-    "packages": Annotated[
+    ] = None,
+    packages: Annotated[
         list[str] | None,
         typer.Option("--packages", metavar="G:A:V", help="Maven packages for Spark; may be repeated."),
-    ],
-    "name": Annotated[str | None, typer.Option("--name", help="Spark's name for the application.")],
-}
-
-
-def spark_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(…, spark, …)` the options of a Spark session in place of the parameter `spark`."""
-    parameters = []
-    for own in inspect.signature(command, eval_str=True).parameters.values():
-        if own.annotation is SparkOptions:
-            for name, annotation in _SPARK.items():
-                kind = inspect.Parameter.KEYWORD_ONLY
-                parameters.append(inspect.Parameter(name, kind, default=None, annotation=annotation))
-        else:
-            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-
-    @functools.wraps(command)
-    def with_spark(*positional: Any, **arguments: Any) -> None:
-        options = build_spark_options(**{name: arguments.pop(name) for name in _SPARK})
-        command(*positional, **arguments, spark=options)
-
-    with_spark.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_spark.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_spark
-
-
-def build_spark_options(
-    master: str | None, conf: Sequence[str] | None, packages: Sequence[str] | None, name: str | None
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Spark's name for the application.")] = None,
 ) -> SparkOptions:
     """Combine the options of a session.
 
@@ -393,6 +390,10 @@ def build_spark_options(
     if name is not None:
         settings["spark.app.name"] = name
     return SparkOptions(master, tuple(settings.items()))
+
+
+# Gives `command(…, spark, …)` the options of a Spark session in place of the parameter `spark`.
+spark_options = with_options("spark", build_spark_options)
 
 
 def pair(option: str, text: str) -> tuple[str, str]:

@@ -4,66 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from timeball.cli.options import with_options
 from timeball.model.errors import RequestError
-
-CronOption = Annotated[
-    str | None, typer.Option("--cron", metavar="EXPRESSION", help="Five fields, as in '0 9 * * 1-5'.")
-]
-SecondsOption = Annotated[bool, typer.Option("--seconds", help="--cron has six fields, seconds first.")]
-EveryOption = Annotated[
-    str | None, typer.Option("--every", metavar="DURATION", help="A fixed distance, as in 15m.")
-]
-AnchorOption = Annotated[
-    str | None, typer.Option("--anchor", metavar="INSTANT", help="The instant from which --every counts.")
-]
-RruleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--rrule", metavar="TEXT", help="RFC 5545, as in 'DTSTART:20300125T090000\\nRRULE:FREQ=DAILY'."
-    ),
-]
-AtOption = Annotated[
-    list[str] | None, typer.Option("--at", metavar="LOCAL", help="A local time; may be repeated.")
-]
-ZoneOption = Annotated[
-    str | None, typer.Option("--zone", metavar="ZONE", help="The zone of local times, as in Europe/Berlin.")
-]
-GapOption = Annotated[
-    str | None, typer.Option("--gap", help="A local time that clocks skip: runs after the gap, or skip.")
-]
-FoldOption = Annotated[
-    str | None, typer.Option("--fold", help="A local time that clocks show twice: runs first, or both times.")
-]
-StartsOption = Annotated[
-    str | None,
-    typer.Option("--starts-at", metavar="TIME", help="No time is earlier: an instant or a local time."),
-]
-EndsOption = Annotated[
-    str | None,
-    typer.Option("--ends-at", metavar="TIME", help="No time is later: an instant or a local time."),
-]
-TimesOption = Annotated[int | None, typer.Option("--times", help="End after this many times.")]
-ExcludeOption = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="DATE", help="A date without times; may be repeated.")
-]
-ExcludeFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--exclude-file", metavar="FILE", help="Dates to exclude: an .ics file, or a date per line."
-    ),
-]
-MoveOption = Annotated[
-    str | None, typer.Option("--move", help="Times on an excluded date: skip, or move before or after it.")
-]
-RuleOption = Annotated[
-    str | None, typer.Option("--rule", metavar="JSON", help="The rule as JSON. Options add keys to it.")
-]
 
 _EVENT = re.compile(r"^BEGIN:VEVENT$(.*?)^END:VEVENT$", re.DOTALL | re.MULTILINE)
 _ALARM = re.compile(r"^BEGIN:VALARM$.*?^END:VALARM$", re.DOTALL | re.MULTILINE)
@@ -71,27 +20,94 @@ _FIELD = re.compile(
     r"^(DTSTART|DTEND|DURATION|RRULE|RDATE|STATUS|SUMMARY)((?:;[^:\n]*)?):(.*)$", re.MULTILINE
 )
 _DURATION = re.compile(r"\+?P(\d{1,3})([DW])", re.ASCII)
+_NO_KEYS = ("times", "exclude_file", "rule")  # fields of RuleOptions that `build` converts by itself
 
 
-def build_rule(rule: str | None, *, exclude_file: Path | None = None, **keys: Any) -> dict[str, Any]:
-    """Build a rule from the JSON of --rule and from keys with a value. The dates of a file are added to `exclude`.
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """The options of a rule. An option with a value sets the key of the same name, and `times` the key `count`."""
 
-    Raises RequestError for text that is no JSON object, and for a file that cannot be read.
-    """
-    built: dict[str, Any] = {}
-    if rule is not None:
-        try:
-            built = json.loads(rule)
-        except ValueError as error:
-            raise RequestError(f"--rule: {error}") from error
-        if not isinstance(built, dict):
-            raise RequestError('--rule: a JSON object, as in \'{"rrule": "…"}\'')
-    built |= {name: value for name, value in keys.items() if value}
-    if isinstance(text := built.get("rrule"), str):
-        built["rrule"] = text.replace("\\n", "\n")  # a shell passes the two characters
-    if exclude_file is not None:
-        built["exclude"] = [*built.get("exclude", []), *read_dates(exclude_file)]
-    return built
+    cron: Annotated[
+        str | None, typer.Option("--cron", metavar="EXPRESSION", help="Five fields, as in '0 9 * * 1-5'.")
+    ] = None
+    seconds: Annotated[bool, typer.Option("--seconds", help="--cron has six fields, seconds first.")] = False
+    every: Annotated[
+        str | None, typer.Option("--every", metavar="DURATION", help="A fixed distance, as in 15m.")
+    ] = None
+    anchor: Annotated[
+        str | None, typer.Option("--anchor", metavar="INSTANT", help="The instant from which --every counts.")
+    ] = None
+    rrule: Annotated[
+        str | None,
+        typer.Option(
+            "--rrule", metavar="TEXT", help="RFC 5545, as in 'DTSTART:20300125T090000\\nRRULE:FREQ=DAILY'."
+        ),
+    ] = None
+    at: Annotated[
+        list[str] | None, typer.Option("--at", metavar="LOCAL", help="A local time; may be repeated.")
+    ] = None
+    zone: Annotated[
+        str | None,
+        typer.Option("--zone", metavar="ZONE", help="The zone of local times, as in Europe/Berlin."),
+    ] = None
+    gap: Annotated[
+        str | None, typer.Option("--gap", help="A local time that clocks skip: runs after the gap, or skip.")
+    ] = None
+    fold: Annotated[
+        str | None,
+        typer.Option("--fold", help="A local time that clocks show twice: runs first, or both times."),
+    ] = None
+    starts_at: Annotated[
+        str | None,
+        typer.Option("--starts-at", metavar="TIME", help="No time is earlier: an instant or a local time."),
+    ] = None
+    ends_at: Annotated[
+        str | None,
+        typer.Option("--ends-at", metavar="TIME", help="No time is later: an instant or a local time."),
+    ] = None
+    times: Annotated[int | None, typer.Option("--times", help="End after this many times.")] = None
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="DATE", help="A date without times; may be repeated."),
+    ] = None
+    exclude_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--exclude-file", metavar="FILE", help="Dates to exclude: an .ics file, or a date per line."
+        ),
+    ] = None
+    move: Annotated[
+        str | None,
+        typer.Option("--move", help="Times on an excluded date: skip, or move before or after it."),
+    ] = None
+    rule: Annotated[
+        str | None, typer.Option("--rule", metavar="JSON", help="The rule as JSON. Options add keys to it.")
+    ] = None
+
+    def build(self) -> dict[str, Any]:
+        """Build a rule from the JSON of --rule and the options with a value. Dates of a file are added to `exclude`.
+
+        Raises RequestError for text that is no JSON object, and for a file that cannot be read.
+        """
+        keys = vars(self) | {"count": self.times}
+        built: dict[str, Any] = {}
+        if self.rule is not None:
+            try:
+                built = json.loads(self.rule)
+            except ValueError as error:
+                raise RequestError(f"--rule: {error}") from error
+            if not isinstance(built, dict):
+                raise RequestError('--rule: a JSON object, as in \'{"rrule": "…"}\'')
+        built |= {name: value for name, value in keys.items() if value and name not in _NO_KEYS}
+        if isinstance(text := built.get("rrule"), str):
+            built["rrule"] = text.replace("\\n", "\n")  # a shell passes the two characters
+        if self.exclude_file is not None:
+            built["exclude"] = [*built.get("exclude", []), *read_dates(self.exclude_file)]
+        return built
+
+
+# Gives `command(…, rule, …)` the options of a rule in place of the parameter `rule`, which receives RuleOptions.
+rule_options = with_options("rule", RuleOptions)
 
 
 def read_dates(file: Path) -> list[str]:

@@ -18,25 +18,7 @@ from timeball.cli.imports import celery_beat, crontab
 from timeball.cli.messages import KeysOption, PropertyOption, read_body, read_properties
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, show_instant
 from timeball.cli.output import show
-from timeball.cli.schedule_rules import (
-    AnchorOption,
-    AtOption,
-    CronOption,
-    EndsOption,
-    EveryOption,
-    ExcludeFileOption,
-    ExcludeOption,
-    FoldOption,
-    GapOption,
-    MoveOption,
-    RruleOption,
-    RuleOption,
-    SecondsOption,
-    StartsOption,
-    TimesOption,
-    ZoneOption,
-    build_rule,
-)
+from timeball.cli.schedule_rules import RuleOptions, rule_options
 from timeball.model.values import CatchUp
 
 if TYPE_CHECKING:
@@ -62,26 +44,12 @@ def _import() -> None:
 
 
 @schedules_app.command()
+@rule_options
 def put(
     name: NameArgument,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="The topic of the messages.")],
     body: Annotated[str, typer.Argument(metavar="BODY", help="The body of each message; '-' reads stdin.")],
-    cron: CronOption = None,
-    seconds: SecondsOption = False,
-    every: EveryOption = None,
-    anchor: AnchorOption = None,
-    rrule: RruleOption = None,
-    at: AtOption = None,
-    zone: ZoneOption = None,
-    gap: GapOption = None,
-    fold: FoldOption = None,
-    starts_at: StartsOption = None,
-    ends_at: EndsOption = None,
-    times: TimesOption = None,
-    exclude: ExcludeOption = None,
-    exclude_file: ExcludeFileOption = None,
-    move: MoveOption = None,
-    rule: RuleOption = None,
+    rule: RuleOptions,
     tag: Annotated[str | None, typer.Option("--tag", help="The tag of each message.")] = None,
     keys: KeysOption = None,
     properties: PropertyOption = None,
@@ -111,11 +79,7 @@ def put(
       timeball schedules put poll jobs poll --every 15m --catch-up none --skip-while-busy pollers
       timeball schedules put pay jobs pay --cron '0 9 L * *' --zone UTC --exclude-file holidays.ics --move before
     """
-    wanted = build_rule(
-        rule, cron=cron, seconds=seconds, every=every, anchor=anchor, rrule=rrule, at=at, zone=zone, gap=gap,
-        fold=fold, starts_at=starts_at, ends_at=ends_at, count=times, exclude=exclude, move=move,
-        exclude_file=exclude_file,
-    )  # fmt: skip
+    wanted = rule.build()
     with connect(endpoint) as client:
         put_schedule = client.schedules.put(
             name, wanted, topic=topic, body=read_body(body), tag=tag, keys=keys or (),
@@ -126,23 +90,9 @@ def put(
 
 
 @schedules_app.command()
+@rule_options
 def preview(
-    cron: CronOption = None,
-    seconds: SecondsOption = False,
-    every: EveryOption = None,
-    anchor: AnchorOption = None,
-    rrule: RruleOption = None,
-    at: AtOption = None,
-    zone: ZoneOption = None,
-    gap: GapOption = None,
-    fold: FoldOption = None,
-    starts_at: StartsOption = None,
-    ends_at: EndsOption = None,
-    times: TimesOption = None,
-    exclude: ExcludeOption = None,
-    exclude_file: ExcludeFileOption = None,
-    move: MoveOption = None,
-    rule: RuleOption = None,
+    rule: RuleOptions,
     count: Annotated[int, typer.Option("--count", min=1, max=1_000, help="How many times to show.")] = 10,
     after: Annotated[str | None, typer.Option("--after", help="Later than this time; else than now.")] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
@@ -155,11 +105,7 @@ def preview(
       timeball schedules preview --cron '0 9 * * 1-5' --zone Europe/Berlin
       timeball schedules preview --every 90m --count 3 --json | jq .local
     """
-    wanted = build_rule(
-        rule, cron=cron, seconds=seconds, every=every, anchor=anchor, rrule=rrule, at=at, zone=zone, gap=gap,
-        fold=fold, starts_at=starts_at, ends_at=ends_at, count=times, exclude=exclude, move=move,
-        exclude_file=exclude_file,
-    )  # fmt: skip
+    wanted = rule.build()
     with connect(endpoint) as client:
         for time in client.schedules.preview(wanted, count=count, after=after):
             show(time, [time.local], as_json=as_json)

@@ -2,17 +2,18 @@
 
 timeball selections cancel, shift, pause, resume, release, move
                              change all pending messages that meet a condition, or with --dry-run count them
-timeball selections undo     take the change back
+timeball selections undo     make its messages pending again, except those that were due since
 timeball selections list, show
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, with_options
 from timeball.cli.output import show
 from timeball.model.time_parsing import duration_text
 
@@ -29,31 +30,34 @@ def _selections() -> None:
     pass
 
 
-WhereOption = Annotated[
-    str, typer.Option("--where", metavar="CONDITION", help="An SQL condition, as in \"region = 'eu'\".")
-]
-TopicOption = Annotated[
-    list[str] | None, typer.Option("--topic", metavar="TOPIC", help="Only this topic. May be repeated.")
-]
-FromOption = Annotated[
-    str | None, typer.Option("--from", metavar="TIME", help="Only messages due at this time or later.")
-]
-ToOption = Annotated[
-    str | None, typer.Option("--to", metavar="TIME", help="Only messages due before this time.")
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Change nothing, only count.")]
+@dataclass(frozen=True, kw_only=True)
+class SelectionOptions:
+    """Which messages a selection covers, at which broker, and how the result is printed."""
+
+    where: Annotated[
+        str, typer.Option("--where", metavar="CONDITION", help="An SQL condition, as in \"region = 'eu'\".")
+    ] = ""
+    topics: Annotated[
+        list[str] | None, typer.Option("--topic", metavar="TOPIC", help="Only this topic. May be repeated.")
+    ] = None
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Only messages due at this time or later.")
+    ] = None
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="TIME", help="Only messages due before this time.")
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only count.")] = False
+    endpoint: EndpointOption = DEFAULT_ENDPOINT
+    as_json: JsonOption = False
+
+
+# Gives `command(…, options, …)` the options of a selection in place of the parameter `options`.
+selection_options = with_options("options", SelectionOptions)
 
 
 @selections_app.command()
-def cancel(
-    where: WhereOption = "",
-    topic: TopicOption = None,
-    start: FromOption = None,
-    to: ToOption = None,
-    dry_run: DryRunOption = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    as_json: JsonOption = False,
-) -> None:
+@selection_options
+def cancel(options: SelectionOptions) -> None:
     """Cancel all pending messages that meet a condition. Messages that are sent later are not covered.
 
     \b
@@ -61,19 +65,14 @@ def cancel(
       timeball selections cancel --topic orders --where "region = 'eu'" --dry-run
       timeball selections cancel --topic orders --where "keys STARTSWITH 'order-'" --json | jq -r .id
     """
-    _select("cancel", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+    _select("cancel", options)
 
 
 @selections_app.command(context_settings={"ignore_unknown_options": True})
+@selection_options
 def shift(
     by: Annotated[str, typer.Argument(metavar="BY", help="A duration: later, or with a minus earlier.")],
-    where: WhereOption = "",
-    topic: TopicOption = None,
-    start: FromOption = None,
-    to: ToOption = None,
-    dry_run: DryRunOption = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    as_json: JsonOption = False,
+    options: SelectionOptions,
 ) -> None:
     """Make all pending messages that meet a condition due later or earlier, but not before now.
 
@@ -82,19 +81,12 @@ def shift(
       timeball selections shift 2h --topic orders
       timeball selections shift -30m --topic orders --json | jq -r .id
     """
-    _select("shift", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json, by=by)
+    _select("shift", options, by=by)
 
 
 @selections_app.command()
-def pause(
-    where: WhereOption = "",
-    topic: TopicOption = None,
-    start: FromOption = None,
-    to: ToOption = None,
-    dry_run: DryRunOption = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    as_json: JsonOption = False,
-) -> None:
+@selection_options
+def pause(options: SelectionOptions) -> None:
     """Hold all pending messages that meet a condition until they are resumed.
 
     \b
@@ -102,19 +94,12 @@ def pause(
       timeball selections pause --topic orders
       timeball selections pause --topic orders --json | jq -r .id
     """
-    _select("pause", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+    _select("pause", options)
 
 
 @selections_app.command()
-def resume(
-    where: WhereOption = "",
-    topic: TopicOption = None,
-    start: FromOption = None,
-    to: ToOption = None,
-    dry_run: DryRunOption = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    as_json: JsonOption = False,
-) -> None:
+@selection_options
+def resume(options: SelectionOptions) -> None:
     """Release held messages that meet a condition at their due times, or at once.
 
     \b
@@ -122,19 +107,12 @@ def resume(
       timeball selections resume --topic orders
       timeball selections resume --topic orders --json | jq -r .id
     """
-    _select("resume", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+    _select("resume", options)
 
 
 @selections_app.command()
-def release(
-    where: WhereOption = "",
-    topic: TopicOption = None,
-    start: FromOption = None,
-    to: ToOption = None,
-    dry_run: DryRunOption = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    as_json: JsonOption = False,
-) -> None:
+@selection_options
+def release(options: SelectionOptions) -> None:
     """Release all pending messages that meet a condition now, also held ones.
 
     \b
@@ -142,19 +120,14 @@ def release(
       timeball selections release --topic orders --where "region = 'eu'"
       timeball selections release --topic orders --dry-run --json | jq .count
     """
-    _select("release", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json)
+    _select("release", options)
 
 
 @selections_app.command()
+@selection_options
 def move(
     to_topic: Annotated[str, typer.Argument(metavar="TO_TOPIC", help="The topic of the release.")],
-    where: WhereOption = "",
-    topic: TopicOption = None,
-    start: FromOption = None,
-    to: ToOption = None,
-    dry_run: DryRunOption = False,
-    endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    as_json: JsonOption = False,
+    options: SelectionOptions,
 ) -> None:
     """Release all pending messages that meet a condition to another topic when they are due.
 
@@ -163,12 +136,12 @@ def move(
       timeball selections move orders-eu --topic orders --where "region = 'eu'"
       timeball selections move orders-eu --topic orders --json | jq -r .id
     """
-    _select("move", where, topic, start, to, endpoint, dry_run=dry_run, as_json=as_json, to_topic=to_topic)
+    _select("move", options, to_topic=to_topic)
 
 
 @selections_app.command()
 def undo(id: IdArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = False) -> None:
-    """Take back the effect of a selection on all messages that have not ended since.
+    """Undo a selection for all of its messages that were not due since.
 
     \b
     Examples:
@@ -207,7 +180,7 @@ def show_(id: IdArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: 
 
 
 def _show(selection: Selection, as_json: bool) -> None:
-    counted = "being counted" if selection.count is None else _counted(selection.count)
+    counted = "being counted" if selection.count is None else _count_text(selection.count)
     condition = f", where {selection.where}" if selection.where else ""
     topics = f", topics {', '.join(selection.topics)}" if selection.topics else ""
     action = f"{selection.action} {selection.to_topic}" if selection.to_topic else selection.action
@@ -216,36 +189,26 @@ def _show(selection: Selection, as_json: bool) -> None:
     show(selection, [line], as_json=as_json)
 
 
-def _counted(count: int) -> str:
+def _count_text(count: int) -> str:
     return f"{count:,} message{'' if count == 1 else 's'}"
 
 
-def _select(
-    action: Action,
-    where: str,
-    topics: list[str] | None,
-    start: str | None,
-    to: str | None,
-    endpoint: str,
-    *,
-    dry_run: bool,
-    as_json: bool,
-    by: str | None = None,
-    to_topic: str = "",
-) -> None:
-    """Make a selection, or count its messages."""
-    with connect(endpoint) as client:
+def _select(action: Action, options: SelectionOptions, *, by: str | None = None, to_topic: str = "") -> None:
+    """Make a selection, or with --dry-run count its messages, and print the result.
+
+    `by` is the duration of a shift, and `to_topic` the topic of a move. Raises TimeballError.
+    """
+    bounds: Any = {"topics": options.topics or (), "start": options.start, "to": options.to}
+    with connect(options.endpoint) as client:
         selections = client.selections
-        if not dry_run:
+        if not options.dry_run:
             operand = () if by is None and not to_topic else (by or to_topic,)
             select = getattr(selections, action)
-            _show(select(*operand, where, topics=topics or (), start=start, to=to), as_json)
+            _show(select(*operand, options.where, **bounds), options.as_json)
             return
-        found = selections.dry_run(
-            where, action=action, by=by, to_topic=to_topic, topics=topics or (), start=start, to=to
-        )
-    lines = [_counted(found.count)]
-    if found.count:
-        lines[0] += f", due from {found.first_due} to {found.last_due}"
-    lines += [f"  {each.due}  {each.topic}  {each.id or '-'}" for each in found.samples]
-    show(found, lines, as_json=as_json)
+        counted = selections.dry_run(options.where, action=action, by=by, to_topic=to_topic, **bounds)
+    lines = [_count_text(counted.count)]
+    if counted.count:
+        lines[0] += f", due from {counted.first_due} to {counted.last_due}"
+    lines += [f"  {each.due}  {each.topic}  {each.id or '-'}" for each in counted.samples]
+    show(counted, lines, as_json=options.as_json)
