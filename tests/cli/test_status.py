@@ -13,7 +13,7 @@ from tests.cli.in_process import run_here
 from tests.cli.processes import COMMAND, environment
 
 from timeball import Timeball, __version__
-from timeball.cli.status import _punctuality, _rows
+from timeball.cli.status import _labelled_lines, _punctuality
 
 
 def test_json_is_what_the_broker_says(endpoint: str) -> None:
@@ -89,37 +89,37 @@ def status() -> dict[str, Any]:
 
 
 def test_pending_rows_of_the_log_agree_with_the_schedule(status: dict[str, Any]) -> None:
-    told = dict(_rows("e", status))
+    told = dict(_labelled_lines("e", status))
     assert told["schedule"] == "hour_log"
     assert (told["waiting"], told["redeliveries"]) == ("23", "4")
     assert told["kept"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
     status["strategy"], status["schedule"]["tail_rows"] = "timer_wheel", 0
     status["schedule"] |= {"waiting_rows": 4_321, "wheel_rows": 2}
-    told = dict(_rows("e", status))
+    told = dict(_labelled_lines("e", status))
     assert told["schedule"] == "timer_wheel"
     assert told["kept"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
 
 
 def test_a_full_disk_cannot_be_overlooked(status: dict[str, Any]) -> None:
-    assert dict(_rows("e", status))["disk"] == "5 MiB free"
+    assert dict(_labelled_lines("e", status))["disk"] == "5 MiB free"
     status["disk"]["no_room"] = "disk full"
-    assert dict(_rows("e", status))["disk"] == "5 MiB free: NEW MESSAGES ARE REFUSED, disk full"
+    assert dict(_labelled_lines("e", status))["disk"] == "5 MiB free: NEW MESSAGES ARE REFUSED, disk full"
 
 
 def test_an_object_store_that_does_not_answer_cannot_be_overlooked(status: dict[str, Any]) -> None:
-    assert "object store" not in dict(_rows("e", status))
+    assert "object store" not in dict(_labelled_lines("e", status))
     stored = {"uri": "s3://b/t", "cached_bytes": 5 << 20, "problem": "", "missing_files": 0}
     status["table"] |= stored
-    assert dict(_rows("e", status))["object store"] == "s3://b/t, 5 MiB here"
+    assert dict(_labelled_lines("e", status))["object store"] == "s3://b/t, 5 MiB here"
     status["table"] |= {"problem": "slow down", "missing_files": 2}
-    told = dict(_rows("e", status))["object store"]
+    told = dict(_labelled_lines("e", status))["object store"]
     assert told == "s3://b/t, 5 MiB here, 2 FILES DUE SOON ARE MISSING; DOES NOT ANSWER: slow down"
 
 
 def test_delay_levels_have_a_line_if_they_have_messages(status: dict[str, Any]) -> None:
-    assert "for delay levels" not in dict(_rows("e", status))
+    assert "for delay levels" not in dict(_labelled_lines("e", status))
     status["levels"] = {"waiting_rows": 1_234}
-    assert dict(_rows("e", status))["for delay levels"] == "1,234"
+    assert dict(_labelled_lines("e", status))["for delay levels"] == "1,234"
 
 
 def test_no_bound_is_above_the_latest() -> None:

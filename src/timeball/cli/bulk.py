@@ -181,13 +181,13 @@ def bulk(
     if not dry_run:
         print_note(f"campaign {name}")
     with spark_session(spark, "timeball-bulk") as session:
-        report = _run(session, source, endpoint, columns, job_options, quiet=as_json)
+        report = _run_job(session, source, endpoint, columns, job_options, quiet=as_json)
     show(document(report), describe_report(report), as_json=as_json)
     if report.rejected:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
-def _run(
+def _run_job(
     spark: SparkSession,
     source: Source,
     endpoint: str,
@@ -200,7 +200,7 @@ def _run(
     from timeball.spark.jobs.bulk import Columns
 
     with _progress(spark, quiet=quiet) as show_step:
-        frame = _read(spark, source)
+        frame = _read_source(spark, source)
         return job.run(spark, frame, endpoint, columns=Columns(**columns), tell=show_step, **job_options)  # type: ignore[arg-type]
 
 
@@ -272,7 +272,7 @@ def campaign_id(source: Source, columns: Mapping[str, str | None]) -> str:
     return f"bulk-{hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:16]}"
 
 
-def _read(spark: SparkSession, source: Source) -> DataFrame:
+def _read_source(spark: SparkSession, source: Source) -> DataFrame:
     from timeball.spark.source.spark_api import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)

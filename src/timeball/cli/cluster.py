@@ -194,7 +194,7 @@ def init(
     record = _run_with_coordinator(settings, ask)
     verb = "would have" if dry_run else "has"
     text = f"group {settings.group} of cluster {settings.cluster} {verb} the replicas {', '.join(record.replicas)}"
-    show(_document(settings, record, dry_run), [text], as_json=as_json)
+    show(_record_document(settings, record, dry_run), [text], as_json=as_json)
 
 
 @cluster_app.command()
@@ -378,7 +378,7 @@ def force(
     )
     verb = "would be" if dry_run else "is"
     text = f"group {settings.group} {verb} replica {record.replicas[0]} alone; left out: {', '.join(removed) or 'none'}"
-    show(_document(settings, record, dry_run), [text], as_json=as_json)
+    show(_record_document(settings, record, dry_run), [text], as_json=as_json)
 
 
 def _change(
@@ -402,7 +402,7 @@ def _change(
         if dry_run:
             return view, predicted
         if not as_json:
-            print_note(f"asked {view.leader}, which leads, for {_describe(predicted)}")
+            print_note(f"asked {view.leader}, which leads, for {_record_text(predicted)}")
         changed = await operations.carry_out(view, request, wait_ms / 1_000)
         assert changed.record is not None
         return view, changed.record
@@ -411,8 +411,8 @@ def _change(
     is_same = record == before.record
     outcome = "is so already" if is_same else "would be" if dry_run else "done"
     show(
-        {**_document(settings, record, dry_run), "changed": not (is_same or dry_run)},
-        [f"group {settings.group}: {_describe(record)}: {outcome}", *_warnings(record)],
+        {**_record_document(settings, record, dry_run), "changed": not (is_same or dry_run)},
+        [f"group {settings.group}: {_record_text(record)}: {outcome}", *_warnings(record)],
         as_json=as_json,
     )
 
@@ -425,7 +425,7 @@ def _predict_record(record: Record, request: OperatorRequest) -> Record:
     return Record(record.epoch + 1, leader, record.replicas, record.generation)
 
 
-def _describe(record: Record) -> str:
+def _record_text(record: Record) -> str:
     return f"leader {node_of(record.leader)}, replicas {', '.join(record.replicas)}"
 
 
@@ -435,7 +435,7 @@ def _warnings(record: Record) -> list[str]:
     return [] if spare else [f"with {count} replicas the loss of one stops the group: add another"]
 
 
-def _document(settings: Settings, record: Record, dry_run: bool) -> dict[str, Any]:
+def _record_document(settings: Settings, record: Record, dry_run: bool) -> dict[str, Any]:
     return {
         "cluster": settings.cluster,
         "group": settings.group,
@@ -448,7 +448,7 @@ def _document(settings: Settings, record: Record, dry_run: bool) -> dict[str, An
 
 
 def _run_with_coordinator(settings: Settings, call: Callable[[Coordinator], Awaitable[T]]) -> T:
-    """Run `ask` with the cluster's coordinator, and return its answer. Raises RequestError, SetupError, Unavailable."""
+    """Run `call` with the cluster's coordinator. Returns its result. Raises RequestError, SetupError, Unavailable."""
     if not settings.cluster:
         raise SetupError(
             "name the cluster with --cluster and --etcd, or with --settings and a node's settings file"

@@ -90,6 +90,7 @@ def dump(
 
 
 def _parse_kinds(names: list[str] | None) -> frozenset[int]:
+    """Convert the names of --kind into values of Kind. Raises RequestError for an unknown name."""
     from timeball.model.message import Kind
 
     for name in names or ():
@@ -187,6 +188,7 @@ def _print_summary(
 
 
 def _summary_lines(data: Path, summary: Summary) -> Iterator[str]:
+    """Yield the lines of `timeball dump` for people: segments, checkpoint, topics, problems and the conclusion."""
     yield f"data folder {data.absolute()}"
     for segment in summary.segments:
         yield _segment_text(segment)
@@ -254,7 +256,7 @@ def backup(
         raise SetupError(f"{target} lies in the data folder: name a folder elsewhere")
     with _progress("copying", as_json) as report_progress:
         manifest = backup.backup(RealFiles(data), RealFiles(target), SystemClock(), report_progress)
-    _report(manifest, f"backup of {data} in {target}", as_json=as_json)
+    _print_manifest(manifest, f"backup of {data} in {target}", as_json=as_json)
 
 
 def restore(
@@ -279,7 +281,7 @@ def restore(
         raise SetupError(f"{source}: there is no such folder")
     with _progress("restoring", as_json) as report_progress:
         manifest = backup.restore(RealFiles(source), RealFiles(data), report_progress)
-    _report(manifest, f"{source} restored into {data}", as_json=as_json)
+    _print_manifest(manifest, f"{source} restored into {data}", as_json=as_json)
 
 
 @contextmanager
@@ -290,7 +292,8 @@ def _progress(activity: str, as_json: bool) -> Iterator[Callable[[int, int], Non
         yield lambda completed, total: progress.update(task, completed=completed, total=total)
 
 
-def _report(manifest: Manifest, subject: str, *, as_json: bool) -> None:
+def _print_manifest(manifest: Manifest, subject: str, *, as_json: bool) -> None:
+    """Print which rows and files a backup contains. `subject` begins the line for people."""
     size_bytes, count = manifest.used_bytes, len(manifest.files)
     document = {
         "row": manifest.row, "first_row": manifest.first_row, "made_ms": manifest.made_ms,

@@ -120,6 +120,7 @@ def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
 
 
 def _count_group(endpoint: str, window: Window, count_load: Count, by_topic: bool) -> CountedLoad:
+    """Count the messages of one group that are due in a window. `endpoint`: the group's Flight address."""
     with Endpoint(endpoint) as broker:
         version = window.version
         if window.timestamp_ms is not None:
@@ -309,13 +310,13 @@ def describe(forecast: Forecast) -> Iterator[str]:
         yield from (f"  {_peak(peak, forecast.load.resolution_ms)}" for peak in forecast.load.peaks)
     if forecast.load.topics:
         yield "topics:"
-        yield from _topics(forecast)
+        yield from _topic_lines(forecast)
     for name, what_if in (("as it is", forecast.what_if), ("with the extra rows", forecast.what_if_extra)):
         if what_if is not None:
-            yield from _what_if(name, what_if)
-    yield from _needed(forecast)
+            yield from _what_if_lines(name, what_if)
+    yield from _rate_lines(forecast)
     if forecast.check is not None:
-        yield from _check(forecast.check)
+        yield from _check_lines(forecast.check)
 
 
 def _bars(forecast: Forecast) -> dict[str, int]:
@@ -346,7 +347,8 @@ def _peak(peak: Peak, resolution_ms: int) -> str:
     return f"{instant(peak.at_ms)}  {peak.rows:,} in the second, {peak.minute_rows:,} in its minute"
 
 
-def _topics(forecast: Forecast) -> Iterator[str]:
+def _topic_lines(forecast: Forecast) -> Iterator[str]:
+    """Yield a line for each of the first TOPICS_SHOWN topics, and one with the number of further topics."""
     shown = list(forecast.load.topics.items())[:TOPICS_SHOWN]
     width = max(len(name or "(none)") for name, _ in shown)
     for name, topic in shown:
@@ -359,12 +361,13 @@ def _topics(forecast: Forecast) -> Iterator[str]:
         yield f"  and {len(forecast.load.topics) - len(shown):,} more"
 
 
-def _what_if(name: str, what_if: WhatIf) -> Iterator[str]:
+def _what_if_lines(name: str, what_if: WhatIf) -> Iterator[str]:
+    """Yield the lines about the lateness and backlog with the consumer rates that the user gave."""
     for topic, outcome in what_if.queues.items():
         others = "consumers" if len(what_if.queues) == 1 else "consumers of the other topics"
         whose = others if topic == OTHER_TOPICS else f"consumers of {topic}"
         yield f"{whose} at {outcome.rate:,.10g} a second, {name}:"
-        yield from (f"  {line}" for line in _outcome(outcome))
+        yield from (f"  {line}" for line in _outcome_lines(outcome))
     if len(what_if.queues) > 1:
         yield (
             f"all of these, {name}: half within {show_span(what_if.lateness_p50_ms)}, "
@@ -377,7 +380,8 @@ def _what_if(name: str, what_if: WhatIf) -> Iterator[str]:
         yield f"no --consumer-rate for: {names}"
 
 
-def _outcome(outcome: Outcome) -> Iterator[str]:
+def _outcome_lines(outcome: Outcome) -> Iterator[str]:
+    """Yield the lines about the lateness and backlog of one queue."""
     if outcome.backlog_max_at_ms is None or outcome.caught_up_ms is None:
         yield "nothing is due"
         return
@@ -391,7 +395,8 @@ def _outcome(outcome: Outcome) -> Iterator[str]:
     )
 
 
-def _needed(forecast: Forecast) -> Iterator[str]:
+def _rate_lines(forecast: Forecast) -> Iterator[str]:
+    """Yield the line with the rate that --within needs. Nothing without --within or without a rate."""
     if forecast.within_ms is None or forecast.rate_needed is None:
         return
     with_extra = (
@@ -405,7 +410,7 @@ def _needed(forecast: Forecast) -> Iterator[str]:
     )
 
 
-def _check(check: Check) -> Iterator[str]:
+def _check_lines(check: Check) -> Iterator[str]:
     yield f"until {instant(check.until_ms)}: {check.said:,} were foretold, {check.came:,} came"
     if check.said or check.came:
         yield (
@@ -476,6 +481,7 @@ def draw(answer: Answer, file: Path) -> None:
 
 
 def _draw_load(answer: Answer, axes: Any) -> None:
+    """Draw stacked bars of the messages due in each unit of time: pending by topic, recurring, then extra ones."""
     document = answer.document
     unit = _unit(answer)
     loads = _largest_topics(answer.load) if document.load.topics else {"waiting": answer.load}
@@ -546,6 +552,7 @@ def _largest_topics(load: Load) -> dict[str, Load]:
 
 
 def _draw_backlog(answer: Answer, axes: Any) -> None:
+    """Draw the backlog of each queue as a line over time."""
     for index, (name, queue) in enumerate(answer.queues.items()):
         seconds, rows = _thin_out(*queue.backlog())
         axes.plot(

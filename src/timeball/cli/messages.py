@@ -8,7 +8,6 @@ cancel, reschedule    cancel or move pending messages, with one verdict for each
 
 from __future__ import annotations
 
-import base64
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -33,7 +32,16 @@ from timeball.cli.options import (
     show_instant,
     show_wait,
 )
-from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
+from timeball.cli.output import (
+    ExitCode,
+    body_fields,
+    decode_text,
+    print_json,
+    print_line,
+    print_note,
+    progress_bar,
+    show,
+)
 from timeball.model.answers import KEPT
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
 from timeball.model.send_options import OnExpiry, OnPending, Spread
@@ -371,10 +379,11 @@ def get(
     with connect(endpoint) as client:
         located = client.get(message_id, topic)
     document = {"id": message_id, **msgspec.to_builtins(located)}
-    show(document, _lines(located), as_json=as_json)
+    show(document, _place_lines(located), as_json=as_json)
 
 
-def _lines(located: MessagePlace) -> Iterator[str]:
+def _place_lines(located: MessagePlace) -> Iterator[str]:
+    """Yield the lines about a message: its state first, then a line for each consumer group."""
     words = [located.state]
     if located.topic is not None:
         words.append(f"topic {located.topic}")
@@ -449,7 +458,7 @@ def pull(
                 pull_messages = client.browse if peek else client.pull
                 messages = pull_messages(topic, group, max_messages=max_messages, wait=wait)
                 for message in messages:
-                    _print(message, as_json)
+                    _print_message(message, as_json)
                 count += len(messages)
                 if messages and not peek:
                     client.ack(messages)
@@ -475,20 +484,20 @@ def _explain_empty(client: Timeball, topic: str, group: str) -> str:
     return f"nothing new for group {group}"
 
 
-def _print(message: Message, as_json: bool) -> None:
-    text = _decode_text(message.body)
+def _print_message(message: Message, as_json: bool) -> None:
+    """Print a message: one JSON document, or a line with its time, id, lateness and body."""
     if not as_json:
+        text = decode_text(message.body)
         late = f"  {message.lateness_ms:+d} ms" if message.due_ms is not None else ""
         print_line(
             f"{show_instant(message.store_ms)}  {message.id}{late}  {text if text is not None else repr(message.body)}"
         )
         return
-    body = {"body": text} if text is not None else {"body_base64": base64.b64encode(message.body).decode()}
     print_json(
         {
             "id": message.id,
             "topic": message.topic,
-            **body,
+            **body_fields(message.body),
             "tag": message.tag,
             "keys": message.keys,
             "properties": message.properties,
@@ -501,14 +510,6 @@ def _print(message: Message, as_json: bool) -> None:
             "lateness_ms": message.lateness_ms,
         }
     )
-
-
-def _decode_text(body: bytes) -> str | None:
-    """Decode a body as UTF-8. None when it is not text."""
-    try:
-        return body.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 # ---- cancel and reschedule ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ shown only with TIMEBALL_DEBUG=1, because it would hide the sentence that helps 
 
 from __future__ import annotations
 
+import base64
 import copy
 import errno
 import functools
@@ -79,6 +80,20 @@ def print_json(document: object) -> None:
     """Print one line of JSON on stdout, flushed at once even when stdout is a pipe."""
     sys.stdout.write(msgspec.json.encode(document, enc_hook=str).decode() + "\n")
     sys.stdout.flush()
+
+
+def decode_text(body: bytes) -> str | None:
+    """Decode a message body as UTF-8. None if it is not UTF-8."""
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def body_fields(body: bytes) -> dict[str, str]:
+    """Build the JSON field of a message body: `body`, or `body_base64` if it is not UTF-8."""
+    text = decode_text(body)
+    return {"body": text} if text is not None else {"body_base64": base64.b64encode(body).decode()}
 
 
 def print_line(text: str) -> None:

@@ -196,7 +196,7 @@ def status(
     broker = _read_broker_status(endpoint, needed=checkpoint is None)
     folder = checkpoint or broker["table"]["uri"].rstrip("/").rpartition("/")[0] + "/pipeline"
     now_ms = SystemClock().wall_ms()
-    documents = [_document(job_status, broker, now_ms) for job_status in read_statuses(folder)]
+    documents = [_job_document(job_status, broker, now_ms) for job_status in read_statuses(folder)]
     if as_json:
         for document in documents:
             print_json(document)
@@ -204,7 +204,7 @@ def status(
     if not documents:
         print_line(f"no job has run with its checkpoints in {folder}")
         return
-    out().print(_table(documents))
+    out().print(_jobs_table(documents))
     for document in documents:
         # A separate line: a column would wrap the text, and a search would not find it.
         if document["error"]:
@@ -223,12 +223,12 @@ def _read_broker_status(endpoint: str, *, needed: bool) -> dict[str, Any]:
         return {}
 
 
-def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, Any]:
+def _job_document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, Any]:
+    """Build the JSON document of a job. `broker`: the broker's status, empty if it did not answer."""
     last = job.last
     position_seq = last.position if last is not None and last.unit == "seq" else None
-    is_one_log = (
-        bool(broker) and len(broker.get("groups") or []) < 2
-    )  # with several groups, the broker's status has the log of one only
+    # With several groups, the broker's status has the log of one group only.
+    is_one_log = bool(broker) and len(broker.get("groups") or []) < 2
     if job.job == Job.COMPACT and is_one_log:
         # The tail is moved up to the watermark. The broker moves it as well, while the job does not.
         position_seq = max(position_seq or 0, broker["watermark"])
@@ -258,7 +258,8 @@ def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, 
     }
 
 
-def _table(documents: list[dict[str, Any]]) -> Table:
+def _jobs_table(documents: list[dict[str, Any]]) -> Table:
+    """Build the table of `timeball pipeline status` from the documents of the jobs."""
     table = Table(box=None, pad_edge=False)
     for name in ("job", "state"):
         table.add_column(name)

@@ -76,6 +76,7 @@ class Systemd:
             await asyncio.sleep(self.watchdog_s / 2)
 
     def _notify(self, text: str, wait_s: float = NOTIFY_TIMEOUT_S) -> None:
+        """Send a notification to systemd, if it started this process. An error is only logged."""
         if not self._address:
             return
         try:
@@ -179,6 +180,7 @@ class GroupProcess:
             pause_s = min(2 * pause_s, RESTART_S_MAX)
 
     async def _run_once(self) -> int:
+        """Run the process until it ends, and print the lines of its stdout. Returns its exit code."""
         # The children must not notify systemd, which would take their messages for those of this process.
         environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
         self.process = process = await asyncio.create_subprocess_exec(
@@ -494,6 +496,7 @@ async def _run_node(settings: Settings, as_json: bool, systemd: Systemd) -> bool
 
 
 async def _announce_leading(node: ReplicatedNode, as_json: bool) -> None:
+    """Wait until the node leads its group, and print that it does."""
     await node.serving.wait()
     epoch = node.thread.epoch
     if as_json:
@@ -541,6 +544,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _run_name_server(settings: Settings, as_json: bool) -> None:
+    """Run a name server of a cluster until SIGTERM or SIGINT."""
     from timeball.cluster.coordination.etcd import create_coordinator
     from timeball.io.clock import SystemClock
     from timeball.node.name_service import NameService

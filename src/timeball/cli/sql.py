@@ -127,6 +127,7 @@ def describe(version: Version) -> str:
 
 
 def _describe_versions(version: Version) -> str:
+    """Describe the versions of the tables that a query reads, for each group if there are several."""
     if version.groups:
         return "; ".join(
             f"group {name}: {_describe_versions(group_version)}"

@@ -8,7 +8,6 @@ timeball dead-letters    list, resend and delete the messages that a consumer gr
 
 from __future__ import annotations
 
-import base64
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +26,16 @@ from timeball.cli.options import (
     show_bytes,
     show_instant,
 )
-from timeball.cli.output import ExitCode, out, print_json, print_line, print_note, show
+from timeball.cli.output import (
+    ExitCode,
+    body_fields,
+    decode_text,
+    out,
+    print_json,
+    print_line,
+    print_note,
+    show,
+)
 from timeball.model.errors import RequestError
 
 if TYPE_CHECKING:
@@ -75,7 +83,7 @@ def status(
                     if as_json:
                         print_json(state)
                     else:
-                        live.update(_table(endpoint, state), refresh=True)
+                        live.update(_status_table(endpoint, state), refresh=True)
                     time.sleep(every_ms / 1000)
         except KeyboardInterrupt:
             pass
@@ -85,19 +93,21 @@ def _print_status(endpoint: str, state: dict[str, Any], *, as_json: bool) -> Non
     if as_json:
         print_json(state)
     else:
-        out().print(_table(endpoint, state))
+        out().print(_status_table(endpoint, state))
 
 
-def _table(endpoint: str, state: dict[str, Any]) -> Table:
+def _status_table(endpoint: str, state: dict[str, Any]) -> Table:
+    """Build the table that `timeball status` shows people."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    for label, text in _rows(endpoint, state):
+    for label, text in _labelled_lines(endpoint, state):
         table.add_row(label, text)
     return table
 
 
-def _rows(endpoint: str, state: dict[str, Any]) -> list[tuple[str, str]]:
+def _labelled_lines(endpoint: str, state: dict[str, Any]) -> list[tuple[str, str]]:
+    """Build the lines of `timeball status` for people: label and text. `state`: a broker's status as it answers."""
     log, schedule = state["log"], state["schedule"]
     strategy, table_rows = state["strategy"], schedule["table_rows"]
     near_rows = schedule["near_rows"]
@@ -334,7 +344,7 @@ def groups(
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("group", "topic") else "right")
     for state in states:
-        _add_rows(table, state, by_topic=group is not None)
+        _add_group_rows(table, state, by_topic=group is not None)
     out().print(table)
     for state in states:
         if state.max_per_key is not None:
@@ -349,7 +359,8 @@ def groups(
             )
 
 
-def _add_rows(table: Table, state: GroupState, *, by_topic: bool) -> None:
+def _add_group_rows(table: Table, state: GroupState, *, by_topic: bool) -> None:
+    """Add the row of a consumer group, and with `by_topic` one for each of several topics below it."""
     topics = ", ".join(progress.topic for progress in state.topics)
     dead_letters = f"{state.dead_letters:,}"
     if state.expired_dead_letters:
@@ -417,7 +428,7 @@ def list_(
         while remaining:
             page = client.dead_letters(group, max_messages=min(remaining, PAGE_ROWS), after=after)
             for row in page.dead_letters:
-                _print(row, as_json=as_json)
+                _print_dead_letter(row, as_json=as_json)
             count += len(page.dead_letters)
             remaining, after = remaining - len(page.dead_letters), page.next_page
             if after is None:
@@ -499,17 +510,14 @@ def _report(resolved: Resolved, outcome: str, *, as_json: bool) -> None:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
-def _print(row: DeadLetterRow, *, as_json: bool) -> None:
-    try:
-        text: str | None = row.body.decode()
-    except UnicodeDecodeError:
-        text = None
+def _print_dead_letter(row: DeadLetterRow, *, as_json: bool) -> None:
+    """Print a dead letter: one JSON document, or a line with the first BODY_SHOWN characters of its body."""
     if as_json:
         fields = msgspec.structs.asdict(row)
         del fields["body"]
-        body = {"body": text} if text is not None else {"body_base64": base64.b64encode(row.body).decode()}
-        print_json(fields | body)
+        print_json(fields | body_fields(row.body))
         return
+    text = decode_text(row.body)
     readable = text if text is not None else repr(row.body)
     excerpt = readable if len(readable) <= BODY_SHOWN else f"{readable[:BODY_SHOWN]}…"
     print_line(
