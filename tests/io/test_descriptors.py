@@ -29,11 +29,11 @@ def limits() -> Iterator[tuple[int, int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def used() -> int:
+def count_open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_allow_many_raises_the_soft_limit(limits: tuple[int, int]) -> None:
+def test_the_soft_limit_is_raised_and_the_reserve_is_kept_back(limits: tuple[int, int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
     raise_open_files_limit()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -41,7 +41,7 @@ def test_allow_many_raises_the_soft_limit(limits: tuple[int, int]) -> None:
     assert soft == max(min(hard, OPEN_FILES_MAX), limits[0] - 1) - RESERVE == open_files_max()
 
 
-def test_too_low_hard_limit_raises_setup_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hard_limit_below_the_minimum_is_a_set_up_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, OPEN_FILES_MIN - 1))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     with pytest.raises(SetupError, match="may open 255 files and a broker needs 256: raise the limit"):
@@ -61,20 +61,20 @@ def test_lent_descriptors_last_until_the_last_loan_ends(limits: tuple[int, int])
 def test_own_files_are_opened_when_connections_have_all_descriptors(
     tmp_path: Path, limits: tuple[int, int]
 ) -> None:
-    """The negative control is a plain open."""
+    """The control: a plain `open` fails while a thread takes each descriptor that becomes free."""
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
     stop, taken = threading.Event(), list[int]()
 
-    def strangers() -> None:
+    def take_descriptors() -> None:
         while not stop.is_set():
             try:
                 taken.append(os.dup(0))
             except OSError:
                 stop.wait(0.001)
 
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used() + 200, limits[1]))
-    thread = threading.Thread(target=strangers)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count_open_descriptors() + 200, limits[1]))
+    thread = threading.Thread(target=take_descriptors)
     thread.start()
     try:
         while len(taken) < 150:

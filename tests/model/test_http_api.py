@@ -43,13 +43,16 @@ def test_a_request_refuses_a_field_that_it_does_not_have(kind: type[msgspec.Stru
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_an_answer_of_a_newer_broker_is_read(kind: type[msgspec.Struct]) -> None:
+def test_an_unknown_field_of_an_answer_is_ignored(kind: type[msgspec.Struct]) -> None:
     data = msgspec.json.encode(ANSWERS[kind] | {"added_later": 1})
     assert msgspec.json.encode(msgspec.json.decode(data, type=kind)) == msgspec.json.encode(ANSWERS[kind])
 
 
 def test_a_message_is_encoded_without_the_fields_that_it_does_not_have() -> None:
     assert msgspec.json.encode(http_api.Message(body="x", after="5s")) == b'{"body":"x","after":"5s"}'
+
+
+def test_a_json_body_is_decoded_as_raw_json() -> None:
     decoded = msgspec.json.decode(b'{"json": [1, 2]}', type=http_api.Message)
     assert decoded.json == msgspec.Raw(b"[1, 2]") and decoded.body is None
 

@@ -9,7 +9,7 @@ import pytest
 from timeball.model import limits
 
 
-def test_the_last_instant_is_one_that_python_can_name() -> None:
+def test_the_last_instant_is_the_last_second_that_a_datetime_has() -> None:
     last = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=limits.INSTANT_MS_MAX)
     assert last == datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
@@ -40,17 +40,17 @@ def test_a_request_is_one_frame() -> None:
     assert limits.FRAME_BYTES_MAX <= limits.APPEND_BYTES_IN_FLIGHT_MAX
 
 
-def test_keys_of_a_message_can_all_be_told_apart() -> None:
+def test_as_many_keys_as_a_message_may_have_fit_with_their_separators() -> None:
     assert limits.KEYS_PER_MESSAGE_MAX * 2 <= limits.KEYS_BYTES_MAX
 
 
 @pytest.mark.parametrize("name", ["orders", "%RETRY%group-1", "a_b|c", "T" * limits.TOPIC_BYTES_MAX])
-def test_rocketmq_s_names_are_names(name: str) -> None:
+def test_names_that_rocketmq_allows_are_allowed(name: str) -> None:
     assert limits.NAME.match(name)
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "../a", "a/b", "a b", "é", "a\x00", "a\x01b"])
-def test_paths_and_separators_are_no_names(name: str) -> None:
+def test_paths_separators_and_other_characters_are_refused_as_names(name: str) -> None:
     assert not limits.NAME.match(name)
 
 
@@ -59,7 +59,7 @@ def test_a_line_break_at_the_end_is_no_part_of_a_name() -> None:
 
 
 def test_a_trace_of_a_hundred_messages_has_room_for_their_ids_and_keys() -> None:
-    """4.x clients gather 100 contexts: each names an id of 32 digits, and what keys its message has."""
+    """A 4.x client sends 100 contexts together. Each has an id of 32 digits and the keys of its message."""
     names = [f"{n:032X} order-{n} customer-{n}" for n in range(100)]
     assert len(" ".join(names).split()) <= limits.KEYS_PER_MESSAGE_MAX
     assert len(" ".join(names).encode()) <= limits.KEYS_BYTES_MAX

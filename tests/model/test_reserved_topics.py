@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.model import rules as reserved
+from timeball.model import rules
 
 NOT_WRITABLE = [
-    reserved.SCHEDULE_TOPIC, "RMQ_SYS_TRANS_HALF_TOPIC", "RMQ_SYS_TRANS_OP_HALF_TOPIC",
+    rules.SCHEDULE_TOPIC, "RMQ_SYS_TRANS_HALF_TOPIC", "RMQ_SYS_TRANS_OP_HALF_TOPIC",
     "TRANS_CHECK_MAX_TIME_TOPIC", "SELF_TEST_TOPIC", "OFFSET_MOVED_EVENT", "rmq_sys_wheel_timer", "rmq_sys_",
     "rmq_sys_REVIVE_LOG_DefaultCluster",
 ]  # fmt: skip
@@ -15,23 +15,23 @@ NOT_WRITABLE = [
 
 @pytest.mark.parametrize("topic", NOT_WRITABLE)
 def test_the_brokers_own_topics_refuse_writes_in_rocketmqs_words(topic: str) -> None:
-    assert reserved.forbidden(topic) == f"Sending message to topic[{topic}] is forbidden."
-    assert reserved.conflict(topic) == f"The topic[{topic}] is conflict with system topic."
+    assert rules.forbidden(topic) == f"Sending message to topic[{topic}] is forbidden."
+    assert rules.conflict(topic) == f"The topic[{topic}] is conflict with system topic."
 
 
 @pytest.mark.parametrize("topic", ["TBW102", "BenchmarkTest", "RMQ_SYS_TRACE_TOPIC"])
-def test_some_system_topics_may_be_written_to_and_not_be_made(topic: str) -> None:
-    assert reserved.forbidden(topic) is None
-    assert reserved.conflict(topic) == f"The topic[{topic}] is conflict with system topic."
+def test_some_system_topics_may_be_written_to_but_not_created(topic: str) -> None:
+    assert rules.forbidden(topic) is None
+    assert rules.conflict(topic) == f"The topic[{topic}] is conflict with system topic."
 
 
 @pytest.mark.parametrize(
     "topic", ["orders", "RMQ_SYS_wheel_timer", "%RETRY%g", "schedule_topic_xx", "my_rmq_sys_"]
 )
-def test_other_names_are_the_clients(topic: str) -> None:
-    assert reserved.forbidden(topic) is None
-    assert reserved.conflict(topic) is None
+def test_other_topics_may_be_written_to_and_created(topic: str) -> None:
+    assert rules.forbidden(topic) is None
+    assert rules.conflict(topic) is None
 
 
 def test_the_schedule_topic_is_spelled_as_rocketmq_spells_it() -> None:
-    assert reserved.SCHEDULE_TOPIC == "SCHEDULE_TOPIC_" + "X" * 4
+    assert rules.SCHEDULE_TOPIC == "SCHEDULE_TOPIC_" + "X" * 4

@@ -306,6 +306,7 @@ class Settings:
         return max(self.compact_rows // 100, 1)
 
     def _check_security(self) -> None:
+        """Raise SetupError for half a certificate, and for plain text on a host that others can reach."""
         if bool(self.tls_cert) != bool(self.tls_key):
             there, missing = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
             raise SetupError(f"{there} is of no use without {missing}: name both files, or none")
@@ -316,12 +317,14 @@ class Settings:
             )
 
     def _check_table(self) -> None:
+        """Raise SetupError for --table together with --cluster."""
         if self.table and self.cluster:
             raise SetupError(
                 "--table is of no use with --cluster: each replica of a group keeps the pending table in its folder"
             )
 
     def _check_cluster(self) -> None:
+        """Raise SetupError for a setting that a cluster lacks or does not allow."""
         if not self.cluster:
             return
         if self.clock == "manual":

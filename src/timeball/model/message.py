@@ -243,6 +243,7 @@ def byte_lengths(column: pa.Array) -> Int64Array:
 
 
 def _build_column(field: pa.Field, value: object, count: int) -> pa.Array:
+    """Build a column of `count` rows. `value`: None for nulls, one value for all rows, or all values."""
     if value is None:
         # Cached, because most columns of most batches are null, and most batches are small.
         return _cached_nulls(field.type, count) if count <= SMALL_ROWS else pa.nulls(count, field.type)

@@ -136,6 +136,7 @@ def _has_separators(values: pa.Array) -> BoolArray:
 
 
 def _length_rule(column: str) -> Rule:
+    """Build the rule that a value has at most BYTES_MAX bytes in UTF-8."""
     max_bytes = BYTES_MAX[column]
     return Rule(
         column,
@@ -149,6 +150,8 @@ def _length_rule(column: str) -> Rule:
 
 
 def _range_rule(column: str, text: str, low: int, high: Callable[[int], int]) -> Rule:
+    """Build the rule low <= value <= `high(now_ms)`. `text`: the sentence for a value that breaks it."""
+
     def in_column(values: pa.Array, now_ms: int) -> BoolArray:
         numbers = values.fill_null(low).to_numpy() if values.null_count else values.to_numpy()
         return np.asarray((numbers < low) | (numbers > high(now_ms)), dtype=np.bool_)

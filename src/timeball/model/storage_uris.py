@@ -103,6 +103,7 @@ def spark_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def _arrow_options(environment: Mapping[str, str]) -> dict[str, object]:
+    """Build the options of pyarrow's S3FileSystem from the variables of the AWS tools."""
     options: dict[str, object] = {
         option: environment[name] for name, option in _ARROW_NAMES.items() if environment.get(name)
     }

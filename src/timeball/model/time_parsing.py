@@ -264,6 +264,7 @@ def _utc_second_ms(text: str) -> int:
 
 
 def _datetime_ms(at: datetime) -> int:
+    """Convert a datetime into ms since 1970, rounded up. Raises InvalidDelay if it has no time zone."""
     if at.tzinfo is None or at.utcoffset() is None:
         raise InvalidDelay(
             f"{at.isoformat()}: without a time zone it names a different instant on each machine; end it with Z or "
