@@ -14,8 +14,7 @@ from timeball.cli import bench
 from timeball.model.errors import SetupError
 
 
-def test_each_is_listed_with_what_it_is_about() -> None:
-    """One line each."""
+def test_the_list_has_a_line_for_each_benchmark() -> None:
     shown = run_here("bench", "--list")
     assert shown.returncode == 0
     lines = shown.stdout.splitlines()
@@ -45,8 +44,10 @@ def test_each_is_listed_with_what_it_is_about() -> None:
     assert all(len(line) > 30 for line in lines)
 
 
-def test_one_that_takes_an_hour_is_run_by_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeball bench` without names is for an evening, not for a day."""
+def test_a_benchmark_that_runs_only_by_name_is_left_out_without_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Benchmarks with ONLY_BY_NAME take long, or need other programs."""
     run: list[str] = []
 
     def fake(name: str, **more: object) -> ModuleType:
@@ -63,23 +64,24 @@ def test_one_that_takes_an_hour_is_run_by_its_name_only(monkeypatch: pytest.Monk
     assert run == ["short", "long"]
 
 
-def test_an_unknown_one_is_refused_with_those_there_are() -> None:
-    """Before anything is run."""
+def test_an_unknown_benchmark_is_refused_with_the_list_of_all() -> None:
+    """It is refused before any benchmark runs."""
     ended = run_here("bench", "append", "speed")
     assert ended.returncode == 2
     assert "speed" in ended.stderr and "punctual" in ended.stderr
     assert ended.stdout == ""
 
 
-def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed package has none."""
+def test_without_a_checkout_benchmarks_are_a_set_up_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installed package contains no benchmarks."""
     monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "timeball" / "__init__.py"))
     with pytest.raises(SetupError, match="checkout"):
         bench._import_benchmarks()
 
 
-def test_unmeasured_things_are_listed_in_the_paragraph() -> None:
-    """On one line."""
+def test_the_limits_of_a_benchmark_are_one_line() -> None:
     assert {name: bench._limits(module)[:20] for name, module in bench._import_benchmarks().items()}["burst"]
     burst = bench._limits(bench._import_benchmarks()["burst"])
     assert burst.startswith("consumers (none is pulling)") and "\n" not in burst

@@ -79,7 +79,7 @@ def test_a_dry_run_and_a_repeat_say_so() -> None:
     ]
 
 
-def test_the_format_is_told_by_the_name(tmp_path: Path) -> None:
+def test_the_format_follows_from_the_file_name_or_is_refused(tmp_path: Path) -> None:
     assert choose_format(["/a/b.parquet", "/c.csv"], None) is Format.PARQUET
     assert choose_format(["/a/*.CSV.gz"], None) is Format.CSV
     assert choose_format(["/a/b.txt"], Format.JSON) is Format.JSON
@@ -90,7 +90,9 @@ def test_the_format_is_told_by_the_name(tmp_path: Path) -> None:
             choose_format(places, wanted)
 
 
-def test_a_place_is_absolute_or_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_becomes_absolute_and_a_uri_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").touch()
     assert absolute_uri("a.csv") == str(tmp_path / "a.csv")
@@ -142,7 +144,7 @@ def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[st
     assert named in refused.stderr
 
 
-def test_no_broker_is_told_without_waiting_for_spark() -> None:
+def test_without_a_broker_a_load_ends_before_spark_starts() -> None:
     assert_says_how_to_reach_one(
         run_here("bulk", "s3://b/a.csv", "--topic", "t", "--endpoint", NO_FLIGHT, "--master", "spark://a:1"),
         NO_FLIGHT,
@@ -237,7 +239,7 @@ def test_an_unknown_campaign_is_a_usage_error(tmp_path: Path, command: str) -> N
 
 
 @pytest.mark.parametrize("command", ["list", *COMMANDS])
-def test_no_broker_is_told(command: str) -> None:
+def test_without_a_broker_each_campaign_command_gives_advice(command: str) -> None:
     arguments = [] if command == "list" else ["spring"]
     assert_says_how_to_reach_one(
         run_here("campaign", command, *arguments, "--endpoint", NO_FLIGHT), NO_FLIGHT

@@ -82,7 +82,7 @@ def test_the_text_summary_counts_rows_queues_and_damage(data: Path) -> None:
     assert ended.stdout.splitlines()[-1] == "no damage"
 
 
-def test_frames_follow_each_other(data: Path) -> None:
+def test_each_frame_begins_where_the_frame_before_it_ends(data: Path) -> None:
     frames = documents(data, "--frames")
     assert sum(frame["rows"] for frame in frames) == 9
     for before, after in itertools.pairwise(frames):
@@ -172,7 +172,7 @@ def test_damage_is_named_and_the_exit_code_says_so(copy: Path) -> None:
     assert state(copy) == before, "it shows and mends nothing"
 
 
-def test_a_torn_tail_is_told_and_is_no_damage(copy: Path) -> None:
+def test_a_torn_tail_is_reported_but_is_no_damage(copy: Path) -> None:
     *_, last = documents(copy, "--frames")
     flip(copy / "log/0000000001.log", last["position"] + 100)
     (copy / "checkpoint").unlink()  # it knows that this commit was acknowledged
@@ -181,7 +181,7 @@ def test_a_torn_tail_is_told_and_is_no_damage(copy: Path) -> None:
     assert "torn tail: log/0000000001.log" in run_here("dump", "--data", str(copy)).stdout
 
 
-def test_a_cache_that_lies_is_found_by_verify_only(copy: Path) -> None:
+def test_a_cache_that_contradicts_the_log_is_found_only_with_verify(copy: Path) -> None:
     queue = next(copy.glob("queues/*.cq"))
     flip(queue, queue.stat().st_size - 13)
     assert documents(copy)[0]["damage"] == []
@@ -190,13 +190,13 @@ def test_a_cache_that_lies_is_found_by_verify_only(copy: Path) -> None:
     assert "1 damaged place" in run_here("dump", "--data", str(copy), "--verify").stdout
 
 
-def test_a_segment_by_number(copy: Path) -> None:
+def test_option_segment_selects_one_segment_and_refuses_a_missing_one(copy: Path) -> None:
     assert [s["file"] for s in documents(copy, "--segment", "1")[0]["segments"]] == ["log/0000000001.log"]
     refused = run_here("dump", "--data", str(copy), "--segment", "99")
     assert refused.returncode == 2 and "--segment 99" in refused.stderr
 
 
-def test_a_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_without_timeball_data_is_refused_and_not_changed(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "novel.txt").write_text("chapter one")

@@ -79,7 +79,7 @@ def test_an_option_that_cannot_be_read_is_named(node: RunningNode) -> None:
         assert refused.returncode == 2 and option in refused.stderr
 
 
-def test_no_broker() -> None:
+def test_without_a_broker_a_forecast_gives_advice() -> None:
     assert_says_how_to_reach_one(run_here("forecast", "--endpoint", NO_FLIGHT), NO_FLIGHT)
     assert_says_how_to_reach_one(
         run_here("forecast", "--endpoint", NO_FLIGHT, "--master", "spark://127.0.0.1:1"),

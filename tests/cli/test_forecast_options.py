@@ -35,7 +35,7 @@ def test_a_text_that_is_neither_time_nor_duration_is_refused_with_both_forms(tex
         parse_moment(text)
 
 
-def test_rates_for_all_and_for_some() -> None:
+def test_consumer_rates_are_read_for_all_topics_and_for_single_ones() -> None:
     assert parse_rates(["500"]) == {"*": 500}
     assert parse_rates(["500", "orders=0.5", "a%b= 1_000"]) == {"*": 500, "orders": 0.5, "a%b": 1000}
     assert parse_rates([]) == {}
@@ -47,7 +47,7 @@ def test_an_invalid_consumer_rate_is_refused(text: str) -> None:
         parse_rates([text])
 
 
-def test_a_rate_given_twice() -> None:
+def test_a_consumer_rate_given_twice_is_refused() -> None:
     with pytest.raises(RequestError, match="--consumer-rate 'a=2': given twice"):
         parse_rates(["a=1", "a=2"])
 
@@ -78,7 +78,7 @@ def test_an_extra_option_without_its_partner_is_refused(extra: Extra, sentence: 
         extra.check()
 
 
-def test_an_extra_from_numbers_and_from_a_file(tmp_path: Path) -> None:
+def test_an_extra_load_adds_the_rows_of_options_and_of_a_file(tmp_path: Path) -> None:
     assert Extra().is_none
     (tmp_path / "a.csv").write_text("due_ms\n5000\n")
     extra = Extra(rows=10, at=Moment(2_000, is_relative=True), file=tmp_path / "a.csv", topic="t")

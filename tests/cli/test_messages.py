@@ -308,7 +308,7 @@ def test_too_late_and_unknown_are_exit_code_1(endpoint: str) -> None:
 
 
 def test_ids_and_key_exclude_each_other() -> None:
-    """Before any broker is asked."""
+    """It is refused before a broker is asked: none runs here."""
     ended = run_here("cancel", "an-id", "--key", "a-key")
     assert ended.returncode == 2
     assert "--key" in ended.stderr
@@ -342,8 +342,8 @@ def test_a_key_moves_all_messages_with_it_to_a_due_time(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("when", [[], ["--after", "1m", "--at", "5"], ["--after", "30"], ["--at", "noon"]])
-def test_when_is_said_in_one_way(when: list[str]) -> None:
-    """Before any broker is asked."""
+def test_a_reschedule_needs_exactly_one_valid_due_time(when: list[str]) -> None:
+    """It is refused before a broker is asked: none runs here."""
     ended = run_here("reschedule", "an-id", *when)
     assert ended.returncode == 2
     assert "--a" in ended.stderr
@@ -380,8 +380,8 @@ def test_the_id_is_on_stdout_and_nothing_else(endpoint: str) -> None:
     assert ended.stderr == ""
 
 
-def test_json_is_the_receipt(endpoint: str) -> None:
-    """A message without a delay has no instant."""
+def test_a_send_with_json_prints_the_receipt(endpoint: str) -> None:
+    """A message without a delay has no due time."""
     ended = run_here("send", "sent", "hello", "--id", "mine", "--json", "--endpoint", endpoint)
     receipt = json.loads(ended.stdout)
     assert receipt["id"] == "mine"

@@ -35,14 +35,13 @@ def test_the_longest_bar_is_as_wide_as_it_may_be() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
-def test_nothing_gives_no_lines() -> None:
-    """An empty chart is no error."""
+def test_a_chart_without_bars_has_no_lines() -> None:
     assert bars({}) == []
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(0, 10**12), min_size=1))
-def test_whatever_is_there_shows(counts: dict[str, int]) -> None:
-    """One scheduled message beside a million still has a bar, and an empty bucket has none."""
+def test_each_count_above_zero_has_a_visible_bar(counts: dict[str, int]) -> None:
+    """One message beside a million has a bar, too. A count of 0 has none."""
     for line, count in zip(bars(counts), counts.values()):
         assert ("█" in line) == (count > 0)
 
@@ -63,8 +62,8 @@ def test_every_error_of_ours_has_a_code_of_its_own_sort(kind: type[errors.Timeba
     assert code in (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.SETUP, ExitCode.STORAGE)
 
 
-def test_who_must_act_decides_the_code() -> None:
-    """The caller, the operator, or whoever looks after the disk."""
+def test_the_exit_code_follows_from_the_class_of_the_error() -> None:
+    """2: the caller must act. 3 and 4: the operator. 5: the person who looks after the disk."""
     assert explain(errors.InvalidDelay("x"))[1] == 2
     assert explain(errors.Unavailable("x"))[1] == 3
     assert explain(errors.SetupError("x"))[1] == 4

@@ -218,7 +218,7 @@ def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:
     assert document["behind_rows"] == 5  # as the job saw it last
 
 
-def test_a_clock_has_milliseconds_behind(tmp_path: Path) -> None:
+def test_a_job_with_a_position_in_time_shows_its_lag_in_ms(tmp_path: Path) -> None:
     leave(tmp_path, job="dispatch", last=Epoch(3, "due_ms", 1_000, 90, 140))
     shown = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path))
     assert shown.stdout.splitlines()[1].split() == [
@@ -248,7 +248,7 @@ def report(ok: bool, offenders: dict[str, list[dict[str, Any]]]) -> AuditReport:
     return AuditReport(ok=ok, scope=SCOPE, **COUNTS, **NO_BREACH, offenders=offenders)
 
 
-def test_a_balance_is_two_lines() -> None:
+def test_an_audit_without_a_breach_is_shown_in_two_lines() -> None:
     assert list(describe_audit(report(True, {}))) == [EQUATION, "it balances"]
 
 

@@ -133,7 +133,7 @@ def test_options_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
     assert ready["port"] > 1
 
 
-def test_an_address_that_others_can_reach_wants_a_certificate_or_a_word(tmp_path: Path) -> None:
+def test_a_public_address_needs_a_certificate_or_allow_plaintext(tmp_path: Path) -> None:
     options = ["serve", "--port", "0", "--host", "0.0.0.0", "--data", str(tmp_path / "d")]
     ended = run_here(*options)
     assert ended.returncode == 4 and len(ended.stderr.splitlines()) == 1

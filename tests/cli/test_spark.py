@@ -50,8 +50,8 @@ def test_output_of_children_goes_to_the_file_and_gives_the_reason(tmp_path: Path
     assert log.read_text() == "hello\nout of memory\n"
 
 
-def test_our_own_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
-    """After the block a child writes on the terminal again."""
+def test_stderr_is_restored_after_the_block(capfd: pytest.CaptureFixture[str]) -> None:
+    """A process that starts after the block writes to the terminal again."""
     with door._redirected_stderr(None):
         subprocess.run(["sh", "-c", "echo hidden >&2"], check=True)
     subprocess.run(["sh", "-c", "echo shown >&2"], check=True)

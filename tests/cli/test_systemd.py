@@ -48,7 +48,7 @@ def test_each_state_is_notified(address: str) -> None:
         assert fields(receiver)["STOPPING"] == "1"
 
 
-def test_the_event_loop_says_again_and_again_that_it_turns(address: str) -> None:
+def test_the_watchdog_notifies_repeatedly_until_cancelled(address: str) -> None:
     with listener(address) as receiver:
         systemd = Systemd(
             {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "2000", "WATCHDOG_PID": str(os.getpid())}
@@ -81,7 +81,7 @@ def test_without_a_watchdog_no_notification_is_sent(environment: dict[str, str])
     asyncio.run(systemd.run_watchdog())  # ends at once
 
 
-def test_a_systemd_that_does_not_listen_stops_nothing(
+def test_an_error_of_the_notification_socket_is_only_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
