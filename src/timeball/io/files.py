@@ -217,7 +217,7 @@ class RealFile:
                 view, offset = view[written:], offset + written
 
     def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
-        """See File. Reserves the blocks, so that a full disk is noticed here and not at a commit."""
+        """See File. Reserves the blocks of a growing file, so that a full disk is noticed here and not at a commit."""
         with _typed_errors(f"allocating {size_bytes} bytes for {self.path.name}"):
             if size_bytes < os.fstat(self._fd).st_size or not reserved:
                 os.ftruncate(self._fd, size_bytes)

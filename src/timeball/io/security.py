@@ -94,7 +94,7 @@ def load_peer_tls(roots: str, certificate: str, key: str) -> tuple[ssl.SSLContex
 
 
 def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
-    """Build a server context that offers one ALPN protocol."""
+    """Build a server context that offers one ALPN protocol. Raises ssl.SSLError, ValueError and OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])

@@ -312,10 +312,16 @@ def _date_fault(text: str, now_ms: int) -> str | None:
 
 
 def _rights(table: Mapping[str, Right], name: str) -> int:
+    """Find the rights on a topic or group, as bits: of its own entry, else of the entry for all names, else none."""
     return _BITS[table.get(name) or table.get(ALL_NAMES, "DENY")]
 
 
 def _may_use_topic(account: Account, topic: str, right: int) -> bool:
+    """Check whether the account has a right on a topic.
+
+    A group's retry and dead-letter topics need SUB on the group. A topic with a prefix of the broker needs an entry of
+    its own.
+    """
     topic = topic.removeprefix(EXPIRED_PREFIX)  # expired messages were sent to this topic
     for prefix in (RETRY_PREFIX, DLQ_PREFIX):
         if topic.startswith(prefix):
