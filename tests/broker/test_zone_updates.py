@@ -20,7 +20,7 @@ from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
 from timeball.broker.admin import schedule_changes
 from timeball.broker.pending import zone_updates
 from timeball.broker.recurring import rule, successors
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.registry.selections import SelectionFacts
 from timeball.broker.registry.zones import ZoneMoves
 from timeball.io.clock import ManualClock
@@ -42,8 +42,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
 
     def forget() -> None:
         time_parsing._zone.cache_clear()
-        monkeypatch.setattr(rule, "_rule", kept()(rule._rule.__wrapped__))  # type: ignore[attr-defined]
-        first_after = kept()(successors.first_after.__wrapped__)  # type: ignore[attr-defined]
+        monkeypatch.setattr(rule, "_rule", cached()(rule._rule.__wrapped__))  # type: ignore[attr-defined]
+        first_after = cached()(successors.first_after.__wrapped__)  # type: ignore[attr-defined]
         for module in (successors, schedule_changes, zone_updates):
             monkeypatch.setattr(module, "first_after", first_after)
 

@@ -33,7 +33,8 @@ class Ring:
 
 
 @pytest.fixture(autouse=True)
-def _same_collector_after_each_test() -> Iterator[None]:
+def _same_collector_around_each_test() -> Iterator[None]:
+    cycle_collection.CYCLES.stop()  # a test of a command may have started it in this process
     yield
     gc.freeze()  # as tests/conftest.py does
 

@@ -60,13 +60,13 @@ def test_wrong_schedule_is_caught_by_an_edge_test(
 )
 def test_backlog_that_does_not_sync_is_noticed(new_rig: Callable[[], Rig]) -> None:
     first, last = calls_of(new_rig)
-    assert violations(new_rig, range(last, first, -10), ["random"] * DISKS, enough=1)
+    assert violations(new_rig, range(last, first, -10), ["random"] * DISKS, violations_max=1)
 
 
 @pytest.mark.parametrize("forget", ["forget_sync", "forget_sync_dir"])
 def test_disk_that_ignores_fsync_is_noticed(forget: str) -> None:
     first, last = calls_of(WheelRig)
-    assert violations(WheelRig, range(first, last, 10), FEW, enough=1, **{forget: True})
+    assert violations(WheelRig, range(first, last, 10), FEW, violations_max=1, **{forget: True})
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------

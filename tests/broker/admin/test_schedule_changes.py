@@ -26,7 +26,7 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker.admin import schedule_changes
 from timeball.broker.recurring import successors
-from timeball.broker.recurring.kept_results import kept
+from timeball.broker.recurring.kept_results import cached
 from timeball.broker.registry.schedules import State
 from timeball.broker.registry.selections import SelectionFacts
 from timeball.model import limits
@@ -294,7 +294,7 @@ async def test_costly_rules_are_evaluated_in_threads(world: World, monkeypatch: 
         return first(rule, after_ms)
 
     for module in (successors, schedule_changes):
-        monkeypatch.setattr(module, "first_after", kept(long_results=100)(noting))
+        monkeypatch.setattr(module, "first_after", cached(long_results=100)(noting))
     await put(world, rule=COSTLY)
     assert (await world.broker.schedules.get(NAME, ANONYMOUS)).next_local.endswith("T09:00:00")
     await world.broker.schedules.page(10, "", None, ANONYMOUS)

@@ -612,5 +612,5 @@ def test_a_frame_for_each_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         return write(self, parts)
 
     monkeypatch.setattr(LogWriter, "_write", write_each_row_as_a_frame)
-    monkeypatch.setattr(writer, "frames_of", lambda entries: entries)
+    monkeypatch.setattr(writer, "group_entries", lambda entries: entries)
     assert any(kinds == [*WAITING, Kind.MOVED] for _, kinds in kinds_after_cuts(50))

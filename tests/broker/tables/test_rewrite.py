@@ -147,7 +147,7 @@ async def test_merges_wait_while_the_disk_is_full(world: World, monkeypatch: pyt
     monkeypatch.setattr(writer, "DISK_FULL_RETRY_S", 0.001)
     with monkeypatch.context() as patch:
         patch.setattr(world.files, "free_bytes", lambda: 0)
-        log_writer.next_segment.prepare()
+        log_writer.next_segment.start_reserving()
         await world.until(lambda: log_writer.no_room, "the disk is full")
         assert await world.broker.mover.merge_in_background() is None
     await world.until(lambda: not log_writer.no_room, "the disk has room")
