@@ -1,4 +1,4 @@
-"""`timeball status`, `topics` and `groups`: what they print, for people and as JSON."""
+"""The output of `timeball status`, `topics`, `groups` and `dead-letters`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -233,9 +233,13 @@ def test_those_named_are_sent_again_and_the_others_deleted(endpoint: str) -> Non
         assert listed(endpoint, "again") == []
 
 
-@pytest.mark.parametrize("which", [[], ["0.1", "--all"]])
-def test_resend_without_exactly_one_of_names_and_all_is_refused(endpoint: str, which: list[str]) -> None:
-    refused = run_here("dead-letters", "resend", "again", *which, "--endpoint", endpoint)
+@pytest.mark.parametrize(
+    "arguments", [pytest.param([], id="neither"), pytest.param(["0-1", "--all"], id="both")]
+)
+def test_a_resend_needs_either_names_of_dead_letters_or_the_option_all(
+    endpoint: str, arguments: list[str]
+) -> None:
+    refused = run_here("dead-letters", "resend", "any-group", *arguments, "--endpoint", endpoint)
     assert refused.returncode == 2 and "--all" in refused.stderr
 
 

@@ -449,7 +449,8 @@ def resend(
         float | None, typer.Option("--rate", metavar="NUMBER", help="Deliver this many in a second.")
     ] = None,
     where: Annotated[
-        str, typer.Option("--where", metavar="SQL", help="Only those that meet this SQL condition.")
+        str,
+        typer.Option("--where", metavar="SQL", help="With --all: only those that meet this SQL condition."),
     ] = "",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -486,7 +487,7 @@ def delete(
     \b
     Examples:
       timeball dead-letters delete billing --all
-      timeball dead-letters delete billing 0.17 --json
+      timeball dead-letters delete billing 0-17 --json
     """
     selected = _select_names(names, all_left=all_left)
     with connect(endpoint) as client:

@@ -502,7 +502,7 @@ def resolve_dead_letters(
     """Resend or delete the dead letters with these handles, or with None all of the group.
 
     Only for a resend: `after` is the delay until the first one, `rate` how many follow in a second, and `where` an SQL
-    condition. Raises OutOfRange for a `rate` that is not finite.
+    condition, with `handles` None. Raises OutOfRange for a `rate` that is not finite.
     """
     # JSON would encode it as null, which means no rate: all at once.
     if rate is not None and not math.isfinite(rate):

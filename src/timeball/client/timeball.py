@@ -573,8 +573,8 @@ class Timeball(Reader):
                 that are left.
             after: The delay until the first one is delivered. The default is none.
             rate: How many are delivered in a second. The default is all at once.
-            where: An SQL condition, such as "attempts > 3 AND topic = 'orders'". Only dead letters that meet it are
-                resent.
+            where: An SQL condition, such as "attempts > 3 AND topic = 'orders'". Of all dead
+                letters, those that meet it are resent. Not together with `dead_letters`.
 
         Returns:
             The number of dead letters that were resent, and for each given handle whether the dead letter was found.

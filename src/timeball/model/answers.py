@@ -266,7 +266,10 @@ class DeadLetterPage(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """The number of dead letters that a resend or delete resolved, and whether each named one existed."""
+    """The number of dead letters that a resend or delete resolved, and whether it resolved each named one.
+
+    A named one is not resolved if it does not exist, or was resolved before.
+    """
 
     rows: int
     found: list[bool]

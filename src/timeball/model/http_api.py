@@ -356,7 +356,7 @@ class Resolving(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Dead letters to resend or to delete: those in `dead_letters`, or all of the group.
 
     A resend delivers the first one after `after`, and then `rate` in a second. Without these, it delivers all at once.
-    With `where`, it resends only those that meet this SQL condition.
+    With `where`, it resends all that meet this SQL condition. `where` and `dead_letters` exclude each other.
     """
 
     dead_letters: list[str] | None = None

@@ -14,7 +14,7 @@ A resend appends its copy to the retry topic, from which the group receives its 
 that topic. A group that consumes in order reads no retry topic. Its copy goes to the end of the original topic,
 where other groups also see it.
 
-A *position* is the queue and the offset of a dead letter in its topic.
+A *position* is the queue and the offset of a dead letter in its topic. A *handle* is its text, such as `0-15`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from timeball.model.message import (
 )
 from timeball.model.send_options import EXPIRY_NAMES, without_unique_key
 
-RESENT_AT_ONCE = 1_000  # rows that share a frame
+CHUNK_ROWS = 1_000  # dead letters that are resent or deleted with one frame
 
 # A copy begins with its first attempt, so it loses the properties of the earlier attempts. It may be pending in the
 # original topic, and was in time, so it does not expire.
@@ -160,20 +160,23 @@ class DeadLetters:
         pace: Pace = AT_ONCE,
         where: str = "",
     ) -> Resolved:
-        """Send open dead letters to the group again: all, or those of these handles. Durable on return.
+        """Send open dead letters to the group again: those of these handles, or all (None). Durable on return.
 
-        With `where`, only those that meet this SQL condition. Those with a delay are pending until it ends. Raises
-        Forbidden, GroupNotFound, InvalidFilter, InvalidMessage, InvalidDelay, OutOfRange.
+        With `where`, of all those that meet this SQL condition. Copies with a delay are pending until it ends. Raises
+        Forbidden, GroupNotFound, InvalidFilter, InvalidMessage, InvalidDelay, OutOfRange, OverLimit.
         """
         self._policy.allow(caller, Verb.ADMIN)
         pace.check()
+        # The answer has only two outcomes for a handle: resent, or no open dead letter.
+        if where and handles is not None:
+            raise InvalidMessage("where: not for named dead letters, but for all of the group")
         condition = compile_filter(where, SQL92) if where else None
         return await self._resolve(group, handles, caller, pace, condition)
 
     async def delete(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
-        """Mark open dead letters as resolved: all, or those of these handles. Durable on return.
+        """Mark open dead letters as resolved: those of these handles, or all (None). Durable on return.
 
-        Raises Forbidden, GroupNotFound, InvalidMessage.
+        Raises Forbidden, GroupNotFound, InvalidMessage, OverLimit.
         """
         return await self._resolve(group, handles, caller, None)
 
@@ -185,9 +188,9 @@ class DeadLetters:
         pace: Pace | None,
         condition: Filter | None = None,
     ) -> Resolved:
-        """Resend dead letters with a pace, or delete them without one: all, or those of `handles`, in chunks.
+        """Resend dead letters with a pace, or delete them without one, in chunks: those of `handles`, or all (None).
 
-        Only those that meet `condition`, if it is not None. Raises the errors of `resend`.
+        With a `condition`, only those that meet it. Raises the errors of `resend`.
         """
         self._policy.allow(caller, Verb.ADMIN)
         # A handle may be listed twice, but its dead letter is sent once.
@@ -199,7 +202,7 @@ class DeadLetters:
             # The generator reads the end of a queue when it reaches the queue. So it includes dead letters that arrive
             # meanwhile in later queues.
             remaining = self._positions(group, topic, (0, 0)) if requested is None else iter(requested)
-            while positions := list(islice(remaining, RESENT_AT_ONCE)):
+            while positions := list(islice(remaining, CHUNK_ROWS)):
                 if condition is not None:
                     positions = await self._matching(group, topic, positions, condition)
                 resolved = await self._resolve_positions(group, topic, positions, count, pace)

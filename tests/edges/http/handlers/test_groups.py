@@ -159,5 +159,8 @@ def test_dead_letters_are_resent_by_a_condition(client: Client, node: RunningNod
         client.ask("POST", f"{path}/delete", {"all": True, "where": "TRUE"}).value["code"]
         == "invalid_message"
     )
+    (handle, _) = [letter["dead_letter"] for letter in client.ask("GET", path).value["dead_letters"]]
+    refused = client.ask("POST", f"{path}/resend", {"dead_letters": [handle], "where": "TRUE"})
+    assert (refused.status, refused.value["code"]) == (400, "invalid_message")
     with node.client() as ball:
         assert ball.resend_dead_letters("choosers", where="topic = 'chosen'").rows == 2
