@@ -53,13 +53,23 @@ def test_the_last_commit_of_each_queue_counts_also_after_a_restart(
         assert read.find_offset("nobody", "a", 0) is read.find_offset("a", "a", 99) is None
 
 
-@pytest.mark.parametrize("wrong", [{0: 11}, {0: -1}, {1: 1}, {2: 0}, {0: 5, 7: 4}])
-def test_an_offset_beyond_its_queue_is_refused_and_nothing_is_stored(wrong: dict[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({0: 11}, "offset 11 of queue 0: the queue of 't' ends at 10"),
+        ({1: 1}, "offset 1 of queue 1: the queue of 't' ends at 0"),
+        ({0: -1}, "offset -1 of queue 0: offsets are not negative"),
+        ({2: 0}, "queue 2: 't' does not have it"),
+        ({0: 5, 7: 4}, "offset 4 of queue 7: the queue of 't' ends at 3"),
+        ({-1: 0}, "queue -1: 't' does not have it"),
+    ],
+)
+def test_an_offset_outside_its_queue_is_refused_with_the_reason(wrong: dict[int, int], text: str) -> None:
     log = StateRows()
     offsets = log.opened(Offsets)
     offsets.commit("g", "t", {0: 2}, ENDS)
     save(offsets, log)
-    with pytest.raises(OutOfRange, match="'t' ends at"):
+    with pytest.raises(OutOfRange, match=f"^{text}$"):
         offsets.commit("g", "t", wrong, ENDS)
     assert offsets.get("g", "t") == {0: 2}
     save(offsets, log)

@@ -331,17 +331,22 @@ class Offsets:
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
         """Store offsets (by queue) in memory. `changed` saves them later. `queue_max`: the end offset of each queue.
 
-        Raises OutOfRange for an offset beyond its queue's end, and InvalidName or OverLimit for a new group.
+        Raises OutOfRange for a negative offset, an offset beyond its queue's end and a queue that the topic does not
+        have. Raises InvalidName or OverLimit for a new group.
         """
         if group not in self.table:
             check_name(group, limits.GROUP_BYTES_MAX, "group")
             if len(self.table) >= limits.GROUPS_MAX:
                 raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
         for queue, offset in offsets.items():
+            if queue not in queue_max:
+                raise OutOfRange(f"queue {queue}: {topic!r} does not have it")
+            if offset < 0:
+                raise OutOfRange(f"offset {offset} of queue {queue}: offsets are not negative")
             # With an offset beyond the end, the group would skip future messages.
-            if not 0 <= offset <= queue_max.get(queue, -1):
+            if offset > queue_max[queue]:
                 raise OutOfRange(
-                    f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}"
+                    f"offset {offset} of queue {queue}: the queue of {topic!r} ends at {queue_max[queue]}"
                 )
         self.table.setdefault(group, {}).setdefault(topic, {}).update(offsets)
         self._mark_moved(group, topic)
