@@ -120,11 +120,31 @@ def test_every_flipped_bit_of_a_frame_is_noticed() -> None:
                 fmt.read_frame(pa.py_buffer(bytes(damaged)), 64)
 
 
-def test_every_cut_of_a_frame_is_noticed() -> None:
+def test_every_cut_of_a_frame_behind_its_header_is_noticed() -> None:
     data = segment(encode(batch(1, 2)), blank_bytes=0).to_pybytes()
-    for length in range(128, len(data)):
+    for length in range(64 + fmt.FRAME.size, len(data)):
         with pytest.raises(Corrupt):
             fmt.read_frame(pa.py_buffer(data[:length]), 64)
+
+
+def test_an_error_names_the_position_in_the_segment() -> None:
+    """Also if the buffer contains only the part of the segment from `origin` on."""
+    data = bytearray(encode(batch(1, 2)))
+    buffer = pa.py_buffer(bytes(data[:-1]) + bytes([data[-1] ^ 1]))
+    with pytest.raises(Corrupt, match=r"frame at byte 640 .* checksum"):
+        fmt.read_frame(buffer, 0, origin=640)
+    for at, value, text in (
+        (0, 1, "no frame at byte 640"),
+        (LENGTH_AT, 1, "frame header at byte 640 contradicts itself"),
+        (VERSION_AT, 2, r"frame at byte 640 \(version 2\)"),
+    ):
+        damaged = data.copy()
+        damaged[at] = value
+        with pytest.raises(Corrupt, match=text):
+            fmt.read_frame_header(pa.py_buffer(bytes(damaged)), 0, origin=640)
+    half_written = pa.py_buffer(bytes(63) + b"\1")
+    with pytest.raises(Corrupt, match="frame header at byte 640 is half written"):
+        fmt.read_frame_header(half_written, 0, origin=640)
 
 
 def test_truncated_header_at_the_end_of_a_segment_is_no_frame() -> None:

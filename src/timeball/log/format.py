@@ -75,7 +75,7 @@ assert SEGMENT.size == ALIGN
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """A frame header and the frame's position in its segment. Positions and lengths are in bytes."""
+    """A frame header, and the frame's position in the buffer that was read. Positions and lengths are in bytes."""
 
     position: int
     length: int
@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     span: int
     append_ms: int
     epoch: int
-    payload: int  # bytes of the Arrow message, without padding
+    payload_bytes: int  # of the Arrow message, without padding
     synced_to: int
     flags: int = 0
 
@@ -148,14 +148,17 @@ def encode_frame(
 def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
     """Read and check the frame at `position`. Returns None at the end of the log.
 
-    Raises Corrupt for damage, and SetupError for a frame of a newer version. `segment` holds the bytes of a segment.
-    `origin` is the position of the buffer in its segment, when the buffer is only a part of it.
+    `segment` holds the bytes of a segment, or the part of them from `origin` on. `position` and the result's positions
+    count from the buffer's begin, the positions in error texts from the segment's. `synced_to` is a position in the
+    segment. Raises Corrupt for damage, and SetupError for a frame of another version.
     """
     frame = read_frame_header(segment, position, origin=origin)
     if frame is None:
         return None
     if not _matches_checksum(segment, position, frame.length):
-        raise Corrupt(f"frame at byte {position} (seq {frame.first_seq}) does not match its checksum")
+        raise Corrupt(
+            f"frame at byte {origin + position} (seq {frame.first_seq}) does not match its checksum"
+        )
     return frame
 
 
@@ -170,47 +173,51 @@ def _matches_checksum(segment: pa.Buffer, position: int, length: int) -> bool:
 
 
 def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
-    """Read and check the header of the frame at `position`, without its checksum. None at the end of the log.
+    """Read and check the header of the frame at `position`. Returns None at the end of the log.
 
-    Raises Corrupt, and SetupError for a frame of a newer version. `origin` is as in `read_frame`.
+    The log also ends where less than a header is left. The checksum is checked only for another version than
+    SCHEMA_VERSION. Arguments, positions and errors are as in `read_frame`.
     """
     if position + ALIGN > segment.size:
         return None
-    magic, version, flags, length, rows, first_seq, span, append_ms, epoch, payload, _, synced_to = (
+    magic, version, flags, length, rows, first_seq, span, append_ms, epoch, payload_bytes, _, synced_to = (
         FRAME.unpack_from(segment, position)
     )
     if magic == 0:
         # A torn header may have lost its first sector of 512 bytes and kept later ones, since sectors are written in
         # any order.
         if any(memoryview(segment.slice(position, ALIGN))):
-            raise Corrupt(f"frame header at byte {position} is half written")
+            raise Corrupt(f"frame header at byte {origin + position} is half written")
         return None
     if magic != FRAME_MAGIC or flags & ~SNAPSHOT:
-        raise Corrupt(f"no frame at byte {position}")
-    # Checked before the checksum, because the length decides how much is read and where the next frame is looked for.
+        raise Corrupt(f"no frame at byte {origin + position}")
+    # These values are checked before the checksum, because the length decides how much is read and where the next
+    # frame is looked for.
     is_consistent = (
         ALIGN <= length <= limits.FRAME_BYTES_MAX
         and length % ALIGN == 0
         and position + length <= segment.size
-        and payload <= length - ALIGN
+        and payload_bytes <= length - ALIGN
         and 0 < rows <= span
         and synced_to <= origin + position
     )
     if not is_consistent:
-        raise Corrupt(f"frame header at byte {position} contradicts itself")
-    # Checked last, and with the checksum, so that damage is not reported as a newer version.
+        raise Corrupt(f"frame header at byte {origin + position} contradicts itself")
+    # Another version counts only if the checksum is right: otherwise the header is damaged.
     if version != SCHEMA_VERSION:
         if not _matches_checksum(segment, position, length):
-            raise Corrupt(f"frame at byte {position} (version {version}) does not match its checksum")
+            raise Corrupt(
+                f"frame at byte {origin + position} (version {version}) does not match its checksum"
+            )
         raise SetupError(
             f"frame of version {version}; this Timeball reads version {SCHEMA_VERSION}: use a newer one"
         )
-    return Frame(position, length, rows, first_seq, span, append_ms, epoch, payload, synced_to, flags)
+    return Frame(position, length, rows, first_seq, span, append_ms, epoch, payload_bytes, synced_to, flags)
 
 
 def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
     """Decode the rows of a checked frame in LOG_SCHEMA. The columns are views of the mapped segment. Raises Corrupt."""
-    message = segment.slice(frame.position + ALIGN, frame.payload)
+    message = segment.slice(frame.position + ALIGN, frame.payload_bytes)
     try:
         rows = pa.ipc.read_record_batch(message, LOG_SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:  # the checksum is right, so the writer was wrong

@@ -702,9 +702,10 @@ class QueueIndexes:
     # -- retention and damage ------------------------------------------------------------------------------
 
     def forget(self, first_seq: int) -> list[str]:
-        """Hide the entries of rows before `first_seq`, and forget the files that have no others.
+        """Hide the entries of rows before `first_seq`, and forget the files that contain only such entries.
 
-        Returns the names of these files, which the caller must remove. Blocking: for recovery.
+        Returns the names of these files, which the caller must remove. Reads files, so it blocks: only a recovery calls
+        it.
         """
         indexes = self.beginning_before(first_seq)
         for index, offset in zip(indexes, first_offsets(indexes, first_seq), strict=True):
