@@ -138,6 +138,7 @@ class Broker:
         self._build_schedule(scheduled_since_watermark, file_replication)
         self._build_queries()
         self._build_sends(halves)
+        self._build_administration()
         self._build_consuming()
 
     def _build_schedule(
@@ -250,15 +251,15 @@ class Broker:
             reader_thread=self.threads.reader,
         )  # fmt: skip
 
-    def _build_consuming(self) -> None:
-        """Build the parts for consumers, for administrators, and for a manual clock."""
+    def _build_administration(self) -> None:
+        """Build the parts for administrators and the live tail. Needs the parts that are built before."""
         settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
         self.push = PushChanges(
             self.policy, settings=settings, clock=clock, writer=log.writer,
             push_subscriptions=tables.push_subscriptions,
         )  # fmt: skip
         self.schedules = ScheduleChanges(
-            self.policy, self.appender, self.successors, lambda *names: self.find(*names), clock=clock, log=log,
+            self.policy, self.appender, self.successors, self.find, clock=clock, log=log,
             schedules=tables.schedules, selections=tables.selections, zones=tables.zones,
             scheduler=self.scheduling.scheduler, rates=self.rates,
         )  # fmt: skip
@@ -273,12 +274,17 @@ class Broker:
             self.policy, self.waiters, self.dead_letters, self._count_pending, clock=clock, writer=log.writer,
             tables=tables,
         )  # fmt: skip
+
+    def _build_consuming(self) -> None:
+        """Build the parts for consumers, and for a manual clock. Needs the parts that are built before."""
+        settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
         consuming = Consuming if self.traces is None else partial(TracedConsuming, traces=self.traces)
         self.consuming: Consuming = consuming(
             self.appender, self.waiters, self.policy, settings=settings, clock=clock, log=log, tables=tables,
             redeliveries=self.redeliveries, threads=self.threads, rates=self.rates, on_failure=self.on_failure,
         )  # fmt: skip
-        self.delivery.on_append = self.consuming.saver.waiting
+        # The same list: the saver puts its `join` there while it has changes to save.
+        self.delivery.append_callbacks = self.consuming.saver.append_callbacks
         manual = clock.clock
         self.virtual_time = (
             VirtualTime(
@@ -673,7 +679,8 @@ class Broker:
     ) -> None:
         """Store a group's offsets in a topic, by queue. Durable within about a second.
 
-        Raises OutOfRange for an offset beyond its queue's end, NotFound, Forbidden, and OverLimit for a new group.
+        Raises OutOfRange for a queue that the topic does not have or an offset outside it. Raises NotFound, Forbidden,
+        and InvalidName or OverLimit for a new group.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)

@@ -56,7 +56,7 @@ async def test_a_longer_lease_in_a_crowded_queue_becomes_a_scheduled_message(
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
     await send_in_order(world)
     receipts = (await pop(world)).receipts
-    assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS, is_renamed=True)
+    assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS, new_receipt=True)
     assert world.broker.redeliveries.counts() == {(GROUP, TOPIC): 1}
     assert stored(world)[0] == 1
     assert engine(world).acknowledge_now(receipts[:1]) == [False], "its position is done"

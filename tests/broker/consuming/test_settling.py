@@ -168,7 +168,7 @@ async def test_a_longer_lease_has_the_same_receipt(world: World) -> None:
 async def test_a_renamed_longer_lease_has_a_new_receipt(world: World) -> None:
     await send(world, [b"a"])
     (old,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
-    new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS, is_renamed=True)
+    new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS, new_receipt=True)
     assert new is not None and new != old
     assert engine(world).acknowledge_now([old]) == [False]
     assert await engine(world).change_invisible_time(old, 1) is None

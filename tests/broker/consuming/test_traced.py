@@ -72,7 +72,7 @@ async def test_the_span_of_a_renamed_longer_lease_is_that_of_the_same_message(wo
     await world.broker.send(batch(1, properties=[CONTEXT]))
     (receipt,) = (await consuming.receive(ReceiveRequest("g", "orders"), 0)).receipts
     world.clock.advance(10)
-    longer = await consuming.change_invisible_time(receipt, 30_000, is_renamed=True)
+    longer = await consuming.change_invisible_time(receipt, 30_000, new_receipt=True)
     assert longer != receipt
     assert consuming.acknowledge_now([longer]) == [True]
     assert recorded.settled == [("ack", [True])]

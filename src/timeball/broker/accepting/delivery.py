@@ -119,7 +119,7 @@ class Delivery:
         self._hold_ms = settings.delay_ms_max  # the delay of the wake-up of a held message
         self.indexing = IndexingTime()
         # Called when a few releases were appended: rows that wait for a commit may join theirs.
-        self.on_append: list[Callable[[], None]] = []
+        self.append_callbacks: list[Callable[[], None]] = []
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for messages that are due at `now_ms`, or CANCEL or MOVED rows (`_release_or_cancel`).
@@ -167,8 +167,8 @@ class Delivery:
             on_durable=lambda: self._on_durable(scheduled_rows, pairs, begin_ms, first_seq, queue_offsets),
         )[1]
         queue_offsets.reserve_offsets()  # without an await after the append, so that no other row gets these offsets
-        for join in self.on_append[:]:
-            join()
+        for callback in self.append_callbacks[:]:
+            callback()
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:

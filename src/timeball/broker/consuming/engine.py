@@ -623,17 +623,18 @@ class Consuming:
             Receipt(request.group, queue.topic, queue.queue_id, offset, pop_ms) for queue, offset, _ in leased
         ]
         times = [lease.times for _, _, lease in leased] if request.in_order else []
-        received = Received(rows, receipts, pop_ms, times, selection.rest, size_bytes)
+        received = Received(rows, receipts, pop_ms, times, selection.rest)
         if request.in_order and request.counts_times:
-            return await self._without_exhausted(request, selection, received)
+            return await self._count_attempts(request, selection, received)
         return received
 
-    async def _without_exhausted(
+    async def _count_attempts(
         self, request: ReceiveRequest, selection: Selection, received: Received
     ) -> Received:
-        """Set the number of attempts in the rows for an ordered group.
+        """Write the number of earlier attempts and the last nack reason into the rows of an ordered group.
 
-        Messages without attempts left become dead letters. Returns the other messages.
+        Messages without attempts left become dead letters. Returns the other messages, without `times`. If that fails,
+        the positions can be leased again. Raises OverLimit if the disk is full.
         """
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
         exhausted = times > self._tables.groups.times_max(request.group)
@@ -657,7 +658,7 @@ class Consuming:
                 raise
             rows = rows.filter(pa.array(~exhausted))
             receipts = [receipt for receipt, is_exhausted in flags if not is_exhausted]
-        return Received(rows, receipts, received.pop_ms, rest=received.rest, size_bytes=received.size_bytes)
+        return Received(rows, receipts, received.pop_ms, rest=received.rest)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -686,19 +687,21 @@ class Consuming:
         return [self._settling.was_ended(receipt) for receipt in receipts]
 
     async def change_invisible_time(
-        self, receipt: Receipt, invisible_ms: int | None, *, counts: bool = True, is_renamed: bool = False
+        self, receipt: Receipt, invisible_ms: int | None, *, counts: bool = True, new_receipt: bool = False
     ) -> Receipt | None:
         """Make a lease end `invisible_ms` from now. Returns its receipt, or None if `receipt` is not valid.
 
-        With `is_renamed`, a new receipt replaces the old one. If `invisible_ms` is None, the message is given back, and
-        the group's retry policy decides on the delay. Without `counts`, the lease does not count as an attempt
-        (RocketMQ's `suspend`). A lease of an ordered group always counts. Raises OutOfRange, and OverLimit if the disk
-        is full.
+        If `invisible_ms` is None, the message is given back (`nack`) with the delay of the group's retry policy. With
+        `new_receipt`, a new receipt replaces the old one, except in an ordered group. Without `counts`, the lease does
+        not count as an attempt (RocketMQ's `suspend`). A lease of an ordered group always counts. If the message was
+        given back, the returned receipt is not valid any more. `Settling.change` names the other cases of this.
+
+        Raises OutOfRange, and OverLimit if the disk is full.
         """
         if invisible_ms is None:
             return await self.nack(receipt, None, counts=counts)
         check_invisible(invisible_ms, 0)
-        changed = await self._settling.change(receipt, invisible_ms, counts=counts, is_renamed=is_renamed)
+        changed = await self._settling.change(receipt, invisible_ms, counts=counts, new_receipt=new_receipt)
         if not self.saver.save_ms:
             await self.saver.saved()
         return changed

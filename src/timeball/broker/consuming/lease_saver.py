@@ -51,7 +51,7 @@ class LeaseSaver:
         self._timer: asyncio.Handle | None = None
         self._changed_s = 0.0  # when the timer began, on the loop's clock
         # Contains `join` while there are changes to save. The delivery calls its entries after an append of releases.
-        self.waiting: list[Callable[[], None]] = []
+        self.append_callbacks: list[Callable[[], None]] = []
         self._last_save: asyncio.Future[int] = self._loop.create_future()  # the last save by the timer
         self._last_save.set_result(0)
         leases.count.on_change = self._on_change
@@ -141,13 +141,13 @@ class LeaseSaver:
         """Start the timer with the first change after a save."""
         if self._timer is None and self.save_ms:
             self._changed_s = self._loop.time()
-            self.waiting[:] = [self.join]
+            self.append_callbacks[:] = [self.join]
             self._timer = self._loop.call_later(self.save_ms / 1_000, self._save_slice)
 
     def _save_slice(self) -> None:
         """Save a slice of the changed queues. If more remain, save them in the next turns of the event loop."""
         self._timer = None
-        self.waiting.clear()
+        self.append_callbacks.clear()
         if self._writer.failed is not None:
             return
         try:

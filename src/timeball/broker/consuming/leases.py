@@ -2,12 +2,12 @@
 
 The positions of one queue, as one group sees them:
 
-    done … done | in_flight, returned, done, in_flight … | next …
-                ^ first_open                             ^ next_offset
+    done … done | in_flight, returned, parked, done … | next …
+                ^ first_open                          ^ next_offset
 
 A request first gets positions of `returned`, then positions from `next_offset` on. The group's stored offset never
 passes `first_open`, the first position that is not done. Only open positions take memory: a position before
-`next_offset` is done if it is neither in `in_flight` nor in `returned`.
+`next_offset` is done if it is in none of `in_flight`, `returned` and `parked`.
 
 The state of a queue follows in the log within some milliseconds (lease_saver.py). An idle queue has no state but its
 stored offset. Therefore idle queues are dropped when there are too many. If an administrator or a consumer that pulls
@@ -39,11 +39,11 @@ DROPPED_QUEUES = 1_024  # idle queues that are dropped at once
 
 
 class Lease(msgspec.Struct):
-    """One open position: a consumer holds it, its message is being written to the log again, or it has come back."""
+    """One open position: in flight (held, or its message is being written to the log again), returned or parked."""
 
     seq: int
     size_bytes: int
-    pop_ms: int  # identifies the receipt, or NO_RECEIPT for a position that has come back
+    pop_ms: int  # identifies the receipt. NO_RECEIPT for a returned or parked position
     deadline_ms: int  # on the clock of `SchedulerClock.elapsed_ms`
     since_ms: int  # when the deadline was set, by the scheduler's clock
     in_order: bool = False
@@ -300,7 +300,10 @@ class QueueLeases:
         self.mark_changed(offset, offset)
 
     def drop_before(self, first_seq: int) -> None:
-        """Forget returned and parked positions whose rows retention has removed (rows before `first_seq`)."""
+        """Forget returned and parked positions whose rows retention has removed (rows before `first_seq`).
+
+        Leased positions stay until their leases end.
+        """
         for waiting in (self.parked, self.returned):
             removed = [offset for offset, lease in waiting.items() if lease.seq < first_seq]
             self.count.free(len(removed))

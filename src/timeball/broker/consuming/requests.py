@@ -70,9 +70,8 @@ class Received(msgspec.Struct, frozen=True):
     """Rows handed out at `pop_ms` (READ_SCHEMA), with one receipt each. The attempt is a row's reconsume_times + 1.
 
     handed_out    the rows as they were read: Python values if they are few, otherwise columns
-    times         for an ordered group: the number of earlier leases of each position
+    times         for an ordered group: the number of earlier leases of each position, empty if the rows count them
     rest          the approximate number of rows that the queues still contain
-    size_bytes    of the rows, as the log stores them
     """
 
     handed_out: ReadRows
@@ -80,7 +79,6 @@ class Received(msgspec.Struct, frozen=True):
     pop_ms: int = 0
     times: list[int] = []
     rest: int = 0
-    size_bytes: int = 0
 
     @property
     def rows(self) -> pa.RecordBatch:

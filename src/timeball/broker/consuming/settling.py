@@ -121,12 +121,16 @@ class Settling:
             self._ended.popitem(last=False)  # a dict would search for its first entry behind all deleted ones
 
     async def change(
-        self, receipt: Receipt, invisible_ms: int, *, counts: bool, is_renamed: bool
+        self, receipt: Receipt, invisible_ms: int, *, counts: bool, new_receipt: bool
     ) -> Receipt | None:
         """Make a lease end `invisible_ms` from now. Returns its receipt, or None if `receipt` is not valid.
 
-        With `is_renamed` a new receipt replaces the old one, as in RocketMQ's POP. In an ordered group the receipt
-        stays the same, because RocketMQ's clients go on using it. Without `counts`, the lease is no attempt.
+        With `new_receipt` a new receipt replaces the old one, as in RocketMQ's POP. In an ordered group the receipt
+        stays the same, because RocketMQ's clients go on using it. Without `counts`, the lease is no attempt, unless the
+        group is ordered.
+
+        In two cases the message of an unordered group is given back, and the returned receipt is not valid any more:
+        with 0 ms without `counts`, and with `new_receipt` when many positions of the queue are open.
         """
         queue_and_lease = self._lease_of(receipt)
         if queue_and_lease is None:
@@ -138,10 +142,10 @@ class Settling:
         # POP's clients also use this call for failures. A long lease would occupy one of the queue's limited positions.
         # A scheduled message in the log occupies none.
         is_crowded = queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2
-        if is_renamed and invisible_ms and not lease.in_order and is_crowded:
+        if new_receipt and invisible_ms and not lease.in_order and is_crowded:
             lease.counts = counts
             return receipt if await self._returns.put(_Request(receipt, Return(invisible_ms))) else None
-        if is_renamed and not lease.in_order:
+        if new_receipt and not lease.in_order:
             # Always a different number, otherwise the old receipt would still be valid.
             lease.pop_ms = max(self._clock.now_ms(), receipt.pop_ms + 1)
         now_ms, deadline_ms = self._clock.now_ms(), self._clock.elapsed_ms() + invisible_ms

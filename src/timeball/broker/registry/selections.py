@@ -725,7 +725,7 @@ class Selections:
         self._ended[name] += rows
 
     def mark_over(self, settled_before_ms: int) -> None:
-        """Mark the selections whose messages are all settled as over. They no longer apply to pending messages.
+        """Mark as over each selection whose messages are all settled. It no longer applies to pending messages.
 
         All messages due before `settled_before_ms` are settled.
         """

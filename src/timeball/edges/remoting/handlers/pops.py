@@ -237,7 +237,7 @@ class Pops:
         receipt, old_check_point = self._decode_receipt(fields)
         now_ms = self._broker.clock.now_ms()
         new = await self._broker.consuming.change_invisible_time(
-            receipt, fields.invisible_time, is_renamed=True
+            receipt, fields.invisible_time, new_receipt=True
         )
         if new is None:
             return _answer_not_leased(call, receipt)
