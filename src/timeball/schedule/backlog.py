@@ -1,4 +1,4 @@
-"""The interface of a backlog, which stores messages that are not due soon. Five operations are its core.
+"""The interface of a backlog, which stores messages that are not due soon. Its core operations:
 
     add            Store durable messages. Report which are *near*: the scheduler takes these at once.
     first_due_ms   No unopened message is due before this time. FAR_MS if there are none.
@@ -77,7 +77,7 @@ class Rewritten:
 
 
 class Backlog(Protocol):
-    """The five operations, and further methods with a default. Times are in ms of the scheduler's clock."""
+    """The core operations, and further methods with a default. Times are in ms of the scheduler's clock."""
 
     reader: LogReader
     # True if `open` may return other due times than the original ones, by which outcomes identify a message. Such a
@@ -123,10 +123,11 @@ class Backlog(Protocol):
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Start with a saved state and the messages that were added or rewritten since. This blocks.
+        """Start with a saved state and the messages that were added or rewritten since (`waiting`).
 
-        Without a state, `waiting` contains all pending messages of this backlog that are in the log. Returns the
-        messages that count as opened.
+        Without a state, `waiting` contains all pending messages of this backlog that are in the log. `settled`: the
+        messages that are released or cancelled, which a backlog may leave out. Returns the messages that count as
+        opened, as for `add`. Blocks the event loop, so only a start calls it.
         """
 
     # -- defaults for a backlog without files, without a capacity limit and without a stored form of its own ----

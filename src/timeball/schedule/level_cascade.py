@@ -455,7 +455,7 @@ class LevelCascade(BacklogInFiles):
         must_rewrite = (entries.due_ms - now_ms > self.lead_ms) & (not holds_last_hops(queue.number))
         hops = entries.hops
         if must_rewrite.any():
-            hops = np.where(must_rewrite, next_hops(entries.due_ms, hops, now_ms), hops)
+            hops = np.where(must_rewrite, fitting_lists(entries.due_ms, hops, now_ms), hops)
         return Opened(entries.due_ms, entries.seq, entries.row_seq, hops, must_rewrite)
 
     def _update_first_due(self) -> None:
@@ -626,10 +626,11 @@ class Placements:
     left: Int64Array
 
 
-def next_hops(due_ms: Int64Array, hops: Int64Array, now_ms: int) -> Int64Array:
-    """Choose the list for a hop that begins at `now_ms`: `hops`, or a new list where its first level ends too late.
+def fitting_lists(due_ms: Int64Array, hops: Int64Array, now_ms: int) -> Int64Array:
+    """Choose the list of levels of each message whose next hop begins at `now_ms`.
 
-    A list is also new where `hops` is empty.
+    `hops` are the present lists. A list is kept if its first level ends at most DRIFT_MS after the due time. Otherwise,
+    and if it is empty (0), the remaining time is split anew (`plan`).
     """
     level = first_level(hops)
     fits = (level > 0) & (now_ms + DURATION_MS[level] <= due_ms + DRIFT_MS)
@@ -639,10 +640,10 @@ def next_hops(due_ms: Int64Array, hops: Int64Array, now_ms: int) -> Int64Array:
 def place(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> Placements:
     """Choose the queues of messages whose first hops begin at `entry_ms`. Near messages have no hop.
 
-    A message that `hops` no longer fits gets a new list (`next_hops`).
+    A message that `hops` no longer fits gets a new list (`fitting_lists`).
     """
     is_near = due_ms - entry_ms <= lead_ms
-    hops = next_hops(due_ms, hops, entry_ms)
+    hops = fitting_lists(due_ms, hops, entry_ms)
     level = np.where(is_near, 0, first_level(hops))
     hop_end = entry_ms + DURATION_MS[level]
     is_last_hop = hop_end >= due_ms - lead_ms

@@ -5,15 +5,15 @@
 
 A message is *settled* when it is released durably or cancelled.
 
+A *pair* is (due time, number). A message that gets another due time becomes another pair, and its old pair counts as
+settled.
+
 The *mark* (S, N) states that all messages due before S with numbers below N are settled. So only settled messages that
 the mark does not cover need a pair in memory. The mark excepts two kinds of messages: messages that a later
 bulk attach adds under numbers that were reserved before (`late`), and messages of a paused campaign while they are held
 (`Holds`), whose settled pairs stay in memory. The time T before which everything is settled moves back when a message
 arrives whose due time has passed. The mark never moves back, so pairs that it covers can be removed. It advances again
 when T has reached it.
-
-A pair is (due time, number). A message that gets another due time becomes another pair, and its old pair counts as
-settled.
 
 The *cursor* is the progress of the releases: the latest second with a released message (the tick), and the number of
 durable releases in that second (the local index). It is computed from the release records alone, so any node that has
@@ -78,7 +78,7 @@ _NO_MOVES = MoveColumns(_NONE, _NONE, _NONE, _NONE)
 
 @dataclass(slots=True, eq=False)
 class _MovedRun:
-    """Moves as columns that never change. An entry is no longer valid when it is forgotten or replaced."""
+    """Moves, at least one, as columns that never change. A forgotten or replaced entry is no longer valid."""
 
     columns: MoveColumns
     # Entries with an earlier `until_ms` are forgotten. Moves that come later are in other runs.
@@ -89,14 +89,14 @@ class _MovedRun:
     replaced_rows: int = field(init=False, default=0)
     first_until_ms: int = field(init=False)
     last_until_ms: int = field(init=False)
-    # A quarter of the entries has this `until_ms` or an earlier one.
+    # The lower quartile of `until_ms`: at least a quarter of the entries have this value or an earlier one.
     quarter_until_ms: int = field(init=False)
 
     def __post_init__(self) -> None:
         until_ms = self.columns.until_ms
         self.is_replaced = np.zeros(len(until_ms), np.bool_)
-        quarter = (len(until_ms) - 1) // 4
-        self.quarter_until_ms = int(np.partition(until_ms, quarter)[quarter])
+        quartile_index = (len(until_ms) - 1) // 4
+        self.quarter_until_ms = int(np.partition(until_ms, quartile_index)[quartile_index])
         self.first_until_ms, self.last_until_ms = int(until_ms.min()), int(until_ms.max())
 
     def __len__(self) -> int:

@@ -20,10 +20,10 @@ from timeball.schedule.level_cascade import (
     QUEUES,
     first_due_ms,
     first_level,
+    fitting_lists,
     holds_last_hops,
     lead_ms_of,
     levels_after_first,
-    next_hops,
     place,
     plan,
 )
@@ -73,13 +73,13 @@ def test_message_is_placed_by_its_due_time_and_list(
 @given(scheduled_rows=st.lists(SCHEDULED_ROWS, min_size=1, max_size=20), lead_ms=LEADS)
 def test_fitting_list_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
     due, hops = columns(scheduled_rows)
-    next_lists = next_hops(due, hops, NOW)
+    lists = fitting_lists(due, hops, NOW)
     level = first_level(hops)
     kept = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)
-    assert np.array_equal(next_lists[kept], hops[kept])
-    assert np.array_equal(next_lists[~kept], plan(due - NOW)[~kept])
+    assert np.array_equal(lists[kept], hops[kept])
+    assert np.array_equal(lists[~kept], plan(due - NOW)[~kept])
     far = due - NOW > lead_ms
-    assert np.array_equal(place(due, hops, NOW, lead_ms).left[far], levels_after_first(next_lists)[far])
+    assert np.array_equal(place(due, hops, NOW, lead_ms).left[far], levels_after_first(lists)[far])
 
 
 @given(
