@@ -310,7 +310,7 @@ class Link:
                 while self._commands:
                     self._commands.popleft()()
                 if self._clock.monotonic_ns() >= self._retry_ns:
-                    self._settle()
+                    self._send_answers()
                     self._renew()
                     self._read()
             except (Unavailable, OverLimit) as error:
@@ -341,8 +341,12 @@ class Link:
                     poll.register(source.descriptor, select.POLLIN)
         poll.poll(max(0, min(times_ns) - now_ns) / 1e6 if times_ns else SILENCE_S * 1000)
 
-    def _settle(self) -> None:
-        """Send the answers in order, equal ones together. After Unavailable or OverLimit, the others stay for later."""
+    def _send_answers(self) -> None:
+        """Send the queued answers, oldest first: consecutive acks, or consecutive give-backs, in one request.
+
+        An answer that the broker refuses is logged and dropped. Raises Unavailable and OverLimit: the answers that are
+        not sent stay queued.
+        """
         while self._answers:
             answer, message = self._answers[0]
             messages = [message]
@@ -449,7 +453,7 @@ class Link:
         for source in list(self._sources):
             self._remove(source)
         try:
-            self._settle()
+            self._send_answers()
             self._consumer.give_back(self._held)
         except TimeballError as error:
             logger.warning("messages not given back, their leases end reason=%s", error)

@@ -169,7 +169,10 @@ class TimeballBackend(BaseTaskBackend):
         return result
 
     def _send(self, result: TaskResult) -> None:
-        """Send the message of a task, and set `enqueued_at` of its result. Raises Conflict and Unavailable."""
+        """Send the message of a task, set `enqueued_at` of its result, and send the signal `task_enqueued`.
+
+        Raises RequestError for a malformed endpoint, and the errors of `Timeball.send`.
+        """
         task = result.task
         receipt = self.ball.send(
             self.topic(task.queue_name),
@@ -178,7 +181,7 @@ class TimeballBackend(BaseTaskBackend):
             message_id=result.id,
             retry=True,
         )
-        # `object.__setattr__` here and below, because the class is frozen for applications.
+        # `object.__setattr__` here and below, because TaskResult is a frozen dataclass.
         object.__setattr__(result, "enqueued_at", _to_datetime(receipt.store_ms))
         task_enqueued.send(type(self), task_result=result)
 

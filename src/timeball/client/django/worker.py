@@ -108,7 +108,7 @@ def _call(result: TaskResult) -> Any:
 
 
 def _update(result: TaskResult, **values: Any) -> None:
-    """Set fields of a result. `object.__setattr__`, because the class is frozen for applications."""
+    """Set fields of a result, with `object.__setattr__`, because TaskResult is a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(result, name, value)
 
