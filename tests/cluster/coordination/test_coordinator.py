@@ -307,10 +307,10 @@ def test_one_of_several_proposals_becomes_the_secret(run: Run) -> None:
         nodes = [world.coordinator(f"n{number}") for number in range(6)]
         proposals = [bytes([number]) * 32 for number in range(6)]
         secrets = await asyncio.gather(
-            *(node.secret("receipts", proposal) for node, proposal in zip(nodes, proposals))
+            *(node.get_or_create_secret("receipts", proposal) for node, proposal in zip(nodes, proposals))
         )
         assert len(set(secrets)) == 1 and secrets[0] in proposals
-        assert await nodes[0].secret("other", b"\0\xff") == b"\0\xff"
+        assert await nodes[0].get_or_create_secret("other", b"\0\xff") == b"\0\xff"
 
     run(scenario)
 

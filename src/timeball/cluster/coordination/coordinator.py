@@ -403,8 +403,11 @@ class Coordinator:
             for key_value in outcome.reads[0]
         }
 
-    async def secret(self, name: str, proposal: bytes) -> bytes:
-        """Read the secret of this name. If there is none, `proposal` becomes the secret, which never changes."""
+    async def get_or_create_secret(self, name: str, proposal: bytes) -> bytes:
+        """Read the secret of this name. If there is none, `proposal` becomes the secret, which never changes.
+
+        `proposal`: 1 to VALUE_BYTES_MAX bytes.
+        """
         assert 0 < len(proposal) <= VALUE_BYTES_MAX
         key = self._key_of("secret", name)
         outcome = await self._store.transact(

@@ -345,9 +345,10 @@ def _time_of_majority_ms(state: Replica, replicas: tuple[str, ...], times_ms: di
 
 
 def stop_leading(state: Replica, reason: str) -> Step:
-    """End this leader's process. The next start reads the log from the disk and begins as a follower.
+    """Build the state and the effects with which a replica stops leading.
 
-    A replica that is still SYNCING has served nothing, so it becomes a follower in the same process.
+    A leader becomes STOPPED, and its process ends. The next start reads the log from the disk and begins as a follower.
+    A SYNCING replica has served nothing, so it becomes a follower in the same process.
     """
     if state.role is Role.SYNCING:
         return replace(state, role=Role.FOLLOWER, lead=None), [HangUp(), Resign()]
