@@ -12,6 +12,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.edges.grpc.calls import STREAMS_PER_CLIENT_MAX
 from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
+from timeball.edges.grpc.handlers.telemetry import SETTINGS_BYTES_MAX
 from timeball.edges.http2 import connection as module
 from timeball.edges.http2.connection import CALLS_PER_CONNECTION_MAX
 
@@ -47,9 +48,11 @@ def test_telemetry_streams_of_a_client_are_limited(wire: Wire) -> None:
 
 def test_too_large_settings_are_refused(wire: Wire) -> None:
     stream = wire.telemetry()
-    names = [f"topic-{n}" for n in range(30_000)]
-    stream.send(s.TelemetryCommand(settings=producer_settings(*names)))
+    settings = producer_settings(*(f"topic-{n}" for n in range(30_000)))
+    assert settings.ByteSize() > SETTINGS_BYTES_MAX
+    stream.send(s.TelemetryCommand(settings=settings))
     assert next(stream).status.code == d.Code.PAYLOAD_TOO_LARGE
+    # The settings were not stored, so the client is unknown.
     assert wire.ask("Heartbeat", HEARTBEAT).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
 
 

@@ -94,6 +94,7 @@ def test_an_invalid_send_is_a_problem_with_its_status(
         ("POST", "/v1/topics/none/receive?group=g", 404),
         ("POST", "/v1/topics/known/receive", 400),
         ("POST", "/v1/topics/known/receive?group=a/b", 400),
+        # 416: the code `out_of_range`.
         ("POST", "/v1/topics/known/receive?group=g&max=0", 416),
         ("POST", "/v1/topics/known/receive?group=g&max=x", 416),
         ("POST", "/v1/topics/known/receive?group=g&wait=2m", 416),
@@ -101,13 +102,14 @@ def test_an_invalid_send_is_a_problem_with_its_status(
         ("POST", "/v1/topics/known/receive?group=g&lease=0", 416),
     ],
 )
-def test_an_invalid_request_is_a_problem_with_its_status(
+def test_an_invalid_request_gets_a_problem_document_with_its_status(
     client: Client, method: str, path: str, status: int
 ) -> None:
     client.send("known", {"body": "x"})
     answer = client.ask(method, path, {"body": "x"} if path.endswith("/messages") else None)
     assert answer.status == status, answer
     assert answer.headers["content-type"] == "application/problem+json"
+    assert client.send("known", {"body": "x"}).status == 201
 
 
 def test_a_head_request_has_no_body_and_a_wrong_method_gets_the_valid_methods(client: Client) -> None:

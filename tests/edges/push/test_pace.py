@@ -17,7 +17,7 @@ def pace_with_open_circuit(clock: ManualClock, in_flight_max: int = 16) -> Pace:
     pace = Pace(clock, in_flight_max, None)
     for _ in range(FAILURES_MAX):
         begin(pace, 1)
-        pace.failed()
+        pace.record_failure()
     return pace
 
 
@@ -26,7 +26,7 @@ def test_capacity_is_in_flight_max_minus_the_requests_in_flight() -> None:
     assert pace.capacity() == 3
     begin(pace, 3)
     assert pace.capacity() == 0 and pace.wait_s() is None
-    pace.succeeded()
+    pace.record_success()
     assert pace.capacity() == 1
 
 
@@ -70,7 +70,7 @@ def test_an_open_circuit_allows_single_requests_with_doubling_pauses() -> None:
         assert pace.capacity() == 1
         begin(pace, 1)
         assert pace.capacity() == 0
-        pace.failed()
+        pace.record_failure()
     assert pauses == [PAUSE_MS_MIN << at for at in range(6)] + [PAUSE_MS_MAX] * 3
 
 
@@ -79,12 +79,12 @@ def test_a_success_closes_the_circuit() -> None:
     pace = pace_with_open_circuit(clock)
     clock.advance(PAUSE_MS_MIN)
     begin(pace, 1)
-    pace.succeeded()
+    pace.record_success()
     assert not pace.is_circuit_open and pace.capacity() == 16
     # The pauses of the next open circuit begin with the shortest one.
     for _ in range(FAILURES_MAX):
         begin(pace, 1)
-        pace.failed()
+        pace.record_failure()
     assert pace.held_ms() == PAUSE_MS_MIN
 
 
@@ -93,8 +93,8 @@ def test_failures_interrupted_by_successes_do_not_open_the_circuit() -> None:
     for _ in range(100):
         begin(pace, FAILURES_MAX)
         for _ in range(FAILURES_MAX - 1):
-            pace.failed()
-        pace.succeeded()
+            pace.record_failure()
+        pace.record_success()
     assert not pace.is_circuit_open and pace.capacity() == 16
 
 
@@ -103,11 +103,11 @@ def test_requests_in_flight_when_the_circuit_opens_do_not_lengthen_its_pause() -
     pace = Pace(clock, 100, None)
     begin(pace, 100)
     for _ in range(99):
-        pace.failed()
+        pace.record_failure()
     assert pace.held_ms() == PAUSE_MS_MIN
     clock.advance(PAUSE_MS_MIN)
     assert pace.capacity() == 0 and pace.wait_s() is None
-    pace.failed()
+    pace.record_failure()
     clock.advance(2 * PAUSE_MS_MIN)
     assert pace.capacity() == 1
 
@@ -116,8 +116,8 @@ def test_a_requested_pause_holds_even_if_other_requests_succeed() -> None:
     clock = ManualClock()
     pace = Pace(clock, 16, None)
     begin(pace, 2)
-    pace.failed(hold_ms=30_000)
-    pace.succeeded()
+    pace.record_failure(retry_after_ms=30_000)
+    pace.record_success()
     assert pace.capacity() == 0 and pace.wait_s() == 30.0
     clock.advance(29_999)
     assert pace.capacity() == 0

@@ -2,10 +2,10 @@
 
 All JSON from clients is decoded here, once, after a check of its size. The results are structs of model/wire.py, which
 limit every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a typed
-error that names the field.
+error that names the field. Only the body of `attach` has another decoder, with limits of its own (table/attachment.py).
 
-Invariant: the results of `decode_action` and `decode_ticket` are within every limit of model/wire.py, so the server
-checks nothing again.
+Invariant: the results of `decode_action` and `decode_ticket` are within every limit of their types, so the server
+checks no limit again.
 
 The protobuf codec is handwritten, because the body of a batch makes up most of a message. The body is not copied on
 reading, and copied once on writing. The classes of protobuf would copy it more often.
@@ -84,15 +84,15 @@ def body_bytes_max(verb: str) -> int:
 
 
 def decode_action(verb: str, body: bytes) -> ActionRequest:
-    """Decode the body of an action. An empty body means `{}`.
+    """Decode the body of an action. An empty body means `{}`, except for `attach`, which refuses it.
 
     Raises NotFound, OverLimit, RequestError, InvalidMessage.
     """
     check_size(f"the body of action {_shortened(verb)}", len(body), body_bytes_max(verb))
-    kind = ACTIONS[verb][0]
-    if kind is None:
+    body_type = ACTIONS[verb][0]
+    if body_type is None:
         return attachment.decode(body)
-    request: wire.Request = _decode(body or b"{}", kind, f"the body of action {verb}")
+    request: wire.Request = _decode(body or b"{}", body_type, f"the body of action {verb}")
     return request
 
 

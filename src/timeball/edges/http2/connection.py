@@ -497,14 +497,19 @@ class Connection(asyncio.Protocol):
             self.streams.write(goaway(LAST_STREAM, Fault.NO_ERROR))
 
     def close(self, fault: Fault = Fault.NO_ERROR, reason: str = "") -> None:
-        """End the calls and close the connection with a GOAWAY. Bytes already written are still sent."""
+        """End the calls and close the connection with a GOAWAY. Does nothing if it is closed already.
+
+        Bytes already written are still sent, within GOODBYE_S (`check`).
+        """
         if self._transport is not None and self._closed_s is None:
             self.streams.write(goaway(self._last_stream, fault, reason))
             self.streams.flush()
             self._closed_s = self._loop.time()
             self.streams.end_all()
             if fault != Fault.NO_ERROR and self._transport.can_write_eof():
-                self._transport.write_eof()  # asyncio closes the transport when the client ends its side, too
+                # Close only this side: with unread frames of the client, a full close would send RST, which discards
+                # the GOAWAY. The transport closes when the client closes its side, or after LINGER_S (`check`).
+                self._transport.write_eof()
             else:
                 self._transport.close()
 

@@ -255,11 +255,11 @@ class Worker:
         """Compute again how many requests may begin."""
         self._pace_changed.set()
 
-    async def _idle(self, waiting: Awaitable[T]) -> T:
-        """Wait for `waiting`, and count as idle meanwhile."""
+    async def _wait_idle(self, awaitable: Awaitable[T]) -> T:
+        """Await, and return the result. Meanwhile the receive task does not make this worker busy (`is_busy`)."""
         self._is_idle = True
         try:
-            return await waiting
+            return await awaitable
         finally:
             self._is_idle = False
 
@@ -293,11 +293,11 @@ class Worker:
             except TimeballError as error:
                 self._figures.last_failure = str(error)
                 logger.info("push waits subscription=%s reason=%s", self._name, error)
-                await self._idle(asyncio.sleep(RETRY_S))
+                await self._wait_idle(asyncio.sleep(RETRY_S))
             except Exception as error:  # any error: it must end neither this subscription nor the broker
                 self._figures.last_failure = f"{type(error).__name__}; the broker's log says more"
                 logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
-                await self._idle(asyncio.sleep(RETRY_S))
+                await self._wait_idle(asyncio.sleep(RETRY_S))
 
     async def _receive(self) -> None:
         """Wait for messages, receive as many as may be sent now, and start their requests. Raises TimeballError."""
@@ -308,9 +308,9 @@ class Worker:
             # The first message creates the topic and ends this wait. An operator may create it too, which wakes no
             # consumer, so the wait has a time limit.
             self._figures.last_failure = str(error)
-            await self._idle(self._broker.waiters.wait(self._subscription.topic, RETRY_S))
+            await self._wait_idle(self._broker.waiters.wait(self._subscription.topic, RETRY_S))
             return
-        if not await self._idle(consuming.wait_for_rows(request, WAIT_MS)):
+        if not await self._wait_idle(consuming.wait_for_rows(request, WAIT_MS)):
             return
         # Reserve the bytes before receiving, because there is a limit for the bodies of all subscriptions together.
         await self._body_quota.room(self._name, limits.POP_BYTES_MAX)
@@ -332,7 +332,7 @@ class Worker:
             self._body_quota.remove(self._name, limits.POP_BYTES_MAX)
         # No pause after messages that the filter leaves out: with a manual clock, the next ones would be late.
         if not received.receipts and await consuming.wait_for_rows(request, 0):
-            await self._idle(asyncio.sleep(EMPTY_RECEIVE_PAUSE_S))
+            await self._wait_idle(asyncio.sleep(EMPTY_RECEIVE_PAUSE_S))
 
     async def _wait_for_capacity(self) -> int:
         """Wait until requests may begin. Returns the number of requests that may begin, at least one."""
@@ -340,7 +340,7 @@ class Worker:
             self._pace_changed.clear()
             try:
                 async with asyncio.timeout(self._pace.wait_s()):
-                    await self._idle(self._pace_changed.wait())
+                    await self._wait_idle(self._pace_changed.wait())
             except TimeoutError:
                 pass
         return capacity
@@ -411,10 +411,10 @@ class Worker:
         """Record the outcome of a request in the pace and the figures, and log when the circuit opens or closes."""
         was_circuit_open = self._pace.is_circuit_open
         if answer.outcome == "delivered":
-            self._pace.succeeded()
+            self._pace.record_success()
         else:
             is_overloaded = answer.status in (429, 503)  # so its Retry-After holds all messages
-            self._pace.failed(_limited(answer.retry_after_ms) if is_overloaded else 0)
+            self._pace.record_failure(_limited(answer.retry_after_ms) if is_overloaded else 0)
             self._figures.last_failure = f"{answer.outcome}: {answer.detail}"[:300]
         self._figures.failures, self._figures.is_held = self._pace.failures, self._pace.is_circuit_open
         if self._pace.is_circuit_open and not was_circuit_open:
@@ -511,19 +511,19 @@ class Pace:
         self.in_flight += 1
         self._tokens -= 1
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """Count a request that succeeded. This closes the circuit."""
         self.in_flight -= 1
         self.failures = self._pause_ms = 0
         self._probe_at_ms = self._now_ms()
 
-    def failed(self, hold_ms: int = 0) -> None:
-        """Count a request that failed. `hold_ms` is the pause that the receiver has requested, 0 for none."""
+    def record_failure(self, retry_after_ms: int = 0) -> None:
+        """Count a request that failed. No request begins for `retry_after_ms`, as the receiver has asked."""
         now_ms = self._now_ms()
         self.in_flight -= 1
         self.failures += 1
-        self._held_until_ms = max(self._held_until_ms, now_ms + hold_ms)
-        # A request that fails during a pause began before the pause, so it does not lengthen the pause.
+        self._held_until_ms = max(self._held_until_ms, now_ms + retry_after_ms)
+        # A request that fails before `_probe_at_ms` began before the circuit's pause, so it does not double that pause.
         if self.is_circuit_open and now_ms >= self._probe_at_ms:
             self._pause_ms = min(max(PAUSE_MS_MIN, 2 * self._pause_ms), PAUSE_MS_MAX)
             self._probe_at_ms = now_ms + self._pause_ms

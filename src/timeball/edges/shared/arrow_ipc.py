@@ -79,7 +79,7 @@ def read_schema(header: memoryview) -> pa.Schema:
         raise OverLimit(
             f"a schema of {len(header)} bytes; at most {SCHEMA_BYTES_MAX}: leave its metadata out"
         )
-    if _message_type(header)[0] != _SCHEMA:
+    if _read_header(header)[0] != _SCHEMA:
         raise InvalidMessage("the stream does not begin with an Arrow schema")
     try:
         return pa.schema(list(_fields(header)))
@@ -157,7 +157,7 @@ def read_batch(
     """
     if len(header) > HEADER_BYTES_MAX:
         raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
-    message_type, compressed, rows = _message_type(header)
+    message_type, compressed, rows = _read_header(header)
     if message_type == _DICTIONARY:
         raise InvalidMessage("a dictionary: send plain columns, each value as it is")
     if message_type != _BATCH:
@@ -233,17 +233,18 @@ def split_message(message: pa.Buffer | bytes) -> tuple[memoryview, memoryview]:
     return view[begin:end], view[end:]
 
 
-def _message_type(header: memoryview) -> tuple[int, bool, int]:
+def _read_header(header: memoryview) -> tuple[int, bool, int]:
     """Read the message type, whether the body is compressed, and the number of rows. Raises InvalidMessage.
 
-    For a message that is no record batch, these are False and 0.
+    The last two are False and 0 for a message that is not a record batch. The number of rows is not checked: it may be
+    negative.
     """
     try:
         root = fb.target(header, 0)
         fields = (fb.MESSAGE_VERSION, fb.MESSAGE_HEADER_TYPE, fb.MESSAGE_HEADER)
         version_offset, type_offset, content_offset = (fb.field(header, root, number) for number in fields)
         if version_offset is None or type_offset is None or content_offset is None:
-            raise InvalidMessage("not an Arrow message: it has no header")
+            raise InvalidMessage("not an Arrow message: it has no version, type or header")
         if struct.unpack_from("<h", header, version_offset)[0] < fb.VERSION_5:
             # Version 4 marks a compressed body in another field. Arrow still reads it, but this check would miss it.
             raise InvalidMessage("an Arrow message of a version before 1.0; write it with a later one")

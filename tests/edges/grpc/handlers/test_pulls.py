@@ -77,7 +77,7 @@ async def test_a_filter_moves_the_offset_past_messages_that_do_not_match(consume
 
 @pytest.mark.parametrize(("offset", "nearest"), [(-1, 0), (11, 10), (1 << 62, 10), (-(1 << 63), 0)])
 def test_an_illegal_offset_is_answered_with_the_nearest_valid_one(offset: int, nearest: int) -> None:
-    @with_consumer()
+    @with_consumer()  # makes a function that runs `check` to its end
     async def check(consumer: Consumer) -> None:
         await fill(consumer, 10)
         assert await pulled(consumer, pull(offset)) == (Code.ILLEGAL_OFFSET, [], nearest)

@@ -243,12 +243,12 @@ def test_a_damaged_batch_is_decoded_or_refused(batch: list[BatchRecord], at: int
 
 
 @given(records.filter(bool), st.integers(1, 400))
-def test_a_batch_that_ends_within_a_record_is_refused(batch: list[BatchRecord], cut: int) -> None:
+def test_a_cut_batch_has_whole_records_or_is_refused(batch: list[BatchRecord], number: int) -> None:
     data = encode_batch(batch)
     record_ends = [0]
     for record in batch:
         record_ends.append(record_ends[-1] + len(encode_batch([record])))
-    end = cut % len(data)
+    end = number % len(data)  # less than the length, so at least one byte is cut
     if end in record_ends:
         assert decode_batch(data[:end]) == batch[: record_ends.index(end)]
     else:

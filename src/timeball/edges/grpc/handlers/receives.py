@@ -281,7 +281,11 @@ class Pulls:
         return rows, matches.next_offset
 
     async def _update_offset(self, call: Call, request: UpdateOffsetRequest) -> UpdateOffsetResponse:
-        """Serve UpdateOffset. Raises Refused for an offset outside the queue, and the errors of the policy."""
+        """Serve UpdateOffset. Creates the group if it does not exist.
+
+        Raises Refused for a queue that the topic does not have or an offset outside it, and NotFound, Forbidden,
+        InvalidName, OverLimit.
+        """
         group = self._broker.policy.joined(group_name(request.group), call.caller)
         topic, _ = self._find_queue(request.message_queue, call.caller)
         try:

@@ -316,9 +316,9 @@ class Routes:
         return QueryRouteResponse(status=OK, message_queues=queues)
 
     async def _query_assignment(self, call: Call, request: QueryAssignmentRequest) -> QueryAssignmentResponse:
-        """Serve QueryAssignment: "any queue" of each broker, or each queue for a group in order.
+        """Serve QueryAssignment: the readable queues for a group that consumes in order, else ANY_QUEUE per broker.
 
-        Raises Refused, Unavailable.
+        A broker without readable queues is left out. Raises Refused, Unavailable.
         """
         brokers = await self._find_queues(
             call.caller, request.topic, request.endpoints, group_name(request.group)

@@ -304,7 +304,11 @@ class Scheduled:
         )
 
     async def _cancel_many(self, call: Call) -> Answer:
-        """Cancel the messages with some ids, or with some keys. Answers with all verdicts."""
+        """Cancel the messages with these ids, or with these keys. The answer has the verdict of each message.
+
+        Raises InvalidMessage, OutOfRange and the errors of `read_request`.
+        """
+        # Verb.LOOK: `Broker.cancel` hides the messages that the caller may not cancel. So does `Broker.reschedule`.
         request: http_api.CancellingMany = await read_request(
             call, http_api.CancellingMany, self._broker.policy, Verb.LOOK
         )
@@ -314,7 +318,7 @@ class Scheduled:
         )
 
     async def _reschedule_many(self, call: Call) -> Answer:
-        """Change the due time of the messages with some ids, or with some keys. Answers with all verdicts."""
+        """Change the due time of the messages with these ids, or with these keys, as `_cancel_many`."""
         request: http_api.ReschedulingMany = await read_request(
             call, http_api.ReschedulingMany, self._broker.policy, Verb.LOOK
         )

@@ -206,7 +206,10 @@ class TopicAdmin:
         return call.answer()
 
     async def _set_order(self, call: Call, *, order: bool) -> None:
-        """Mark the topic of a key-value request as ordered or not. Raises Refused for other namespaces."""
+        """Mark the topic of a key-value request as ordered or not. Does nothing if the topic does not exist.
+
+        Raises Refused for other namespaces than ORDER_NAMESPACE, and Forbidden.
+        """
         fields = call.fields(_KeyFields)
         if fields.namespace != ORDER_NAMESPACE:
             raise Refused(
