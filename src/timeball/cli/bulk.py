@@ -273,6 +273,7 @@ def campaign_id(source: Source, columns: Mapping[str, str | None]) -> str:
 
 
 def _read_source(spark: SparkSession, source: Source) -> DataFrame:
+    """Read the source as a DataFrame, lazily. Raises RequestError, with the first URI, if Spark cannot read it."""
     from timeball.spark.source.spark_api import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)

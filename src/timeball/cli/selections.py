@@ -180,6 +180,7 @@ def show_(id: IdArgument, endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: 
 
 
 def _show(selection: Selection, as_json: bool) -> None:
+    """Print a selection: all fields as JSON, or a line with the main ones."""
     counted = "being counted" if selection.count is None else _count_text(selection.count)
     condition = f", where {selection.where}" if selection.where else ""
     topics = f", topics {', '.join(selection.topics)}" if selection.topics else ""

@@ -306,14 +306,15 @@ def _shown(at: datetime, instant_us: int) -> datetime:
 
 
 def _end_of_gap_us(at: datetime) -> int:
-    """Find the end of the gap that contains a local time: the first instant that shows a later one.
+    """Find the end of the gap that contains the local time of `at`, in us since 1970.
 
-    It is between the instants that the offsets before and after the gap give, which are those of `fold` 0 and 1.
+    It is the first instant whose local time is later than that of `at`. By PEP 495, fold=0 applies the offset before
+    the gap, and fold=1 the one after it. The end of the gap lies between these two instants.
     """
-    either = [-((_EPOCH - at.replace(fold=fold)) // _MICROSECOND) for fold in (0, 1)]
-    around = range(min(either), max(either))
-    return around.start + bisect_left(
-        around, True, key=lambda instant_us: _shown(at, instant_us) > at.replace(tzinfo=None)
+    instants_us = [-((_EPOCH - at.replace(fold=fold)) // _MICROSECOND) for fold in (0, 1)]
+    candidates_us = range(min(instants_us), max(instants_us))
+    return candidates_us.start + bisect_left(
+        candidates_us, True, key=lambda instant_us: _shown(at, instant_us) > at.replace(tzinfo=None)
     )
 
 
