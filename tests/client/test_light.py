@@ -243,6 +243,7 @@ def test_a_command_without_the_extra_cli_names_it() -> None:
 
 
 def test_every_command_is_in_exactly_one_of_the_tables_of_this_file() -> None:
+    """A new command must be added to TALK, to NEED, or to OF_A_CHECKOUT if it works only in a checkout."""
     assert sorted([*TALK, *NEED, *OF_A_CHECKOUT]) == sorted(COMMANDS)
 
 

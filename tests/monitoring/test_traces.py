@@ -53,7 +53,7 @@ def by_name(spans: list[Span]) -> dict[str, Span]:
 
 
 def check_tree(spans: list[Span], root: str) -> dict[str, Span]:
-    """One of each: three children of the message's context, and the acknowledgement below the receipt."""
+    """Check for one span of each name in ALL: three are children of `root`, the ack is a child of the receive."""
     found = by_name(spans)
     assert set(found) == set(ALL)
     send, release, receive, ack = (found[name] for name in ALL)
@@ -114,24 +114,26 @@ def correct_trace() -> list[Span]:
 
 
 @pytest.mark.parametrize(
-    ("at", "fault"),
+    ("name", "fault"),
     [
-        (0, {"trace": "another"}),
-        (1, {"parent": "id-10"}),
-        (2, {"parent": ""}),
-        (3, {"parent": CALLER}),
-        (1, {"begin_ns": 19_000_000}),
-        (1, {"end_ns": 25_000_000}),
-        (2, {"begin_ns": 5_000_000}),
-        (3, {"name": "receive orders"}),
-        (0, {"status": 2}),
-        (2, {"attributes": {}}),
-        (0, None),
+        pytest.param("send orders", {"trace": "another"}, id="another trace"),
+        pytest.param("release orders", {"parent": "id-10"}, id="release below the send"),
+        pytest.param("receive orders", {"parent": ""}, id="receive without a parent"),
+        pytest.param("ack orders", {"parent": CALLER}, id="ack not below the receive"),
+        pytest.param("release orders", {"begin_ns": 19_000_000}, id="release begins before it is due"),
+        pytest.param("release orders", {"end_ns": 25_000_000}, id="release ends later than its lateness"),
+        pytest.param("receive orders", {"begin_ns": 5_000_000}, id="receive before the release"),
+        pytest.param("ack orders", {"name": "receive orders"}, id="two receives and no ack"),
+        pytest.param("send orders", {"status": 2}, id="failed send"),
+        pytest.param("receive orders", {"attributes": {}}, id="no attributes"),
+        pytest.param("send orders", None, id="no send"),
     ],
 )
-def test_a_trace_with_a_fault_is_noticed(at: int, fault: dict[str, Any] | None) -> None:
+def test_check_tree_notices_each_fault_of_a_trace(name: str, fault: dict[str, Any] | None) -> None:
+    """The control of `check_tree`. `fault`: the changed fields of the span, or None to leave it out."""
     spans = correct_trace()
     check_tree(spans, CALLER)
+    at = [span.name for span in spans].index(name)
     spans[at : at + 1] = [] if fault is None else [spans[at]._replace(**fault)]
     with pytest.raises((AssertionError, KeyError)):
         check_tree(spans, CALLER)
