@@ -40,7 +40,7 @@ def frame(position: int, first_seq: int, span: int, *, append_ms: int = 0) -> fm
     """Build the header of a frame of 128 bytes and `span` rows."""
     return fmt.Frame(
         position=position, length=128, rows=span, first_seq=first_seq, span=span, append_ms=append_ms, epoch=1,
-        payload_bytes=64, synced_to=position,
+        payload=64, synced_to=position,
     )  # fmt: skip
 
 

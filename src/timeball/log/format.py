@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     span: int
     append_ms: int
     epoch: int
-    payload_bytes: int  # of the Arrow message, without padding
+    payload: int  # bytes of the Arrow message, without padding
     synced_to: int
     flags: int = 0
 
@@ -217,7 +217,7 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
 
 def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
     """Decode the rows of a checked frame in LOG_SCHEMA. The columns are views of the mapped segment. Raises Corrupt."""
-    message = segment.slice(frame.position + ALIGN, frame.payload_bytes)
+    message = segment.slice(frame.position + ALIGN, frame.payload)
     try:
         rows = pa.ipc.read_record_batch(message, LOG_SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:  # the checksum is right, so the writer was wrong

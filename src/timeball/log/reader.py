@@ -306,7 +306,7 @@ class LogReader:
 
 def _readable_rows(segment: pa.Buffer, frame: fmt.Frame) -> tuple[int, bytes | None]:
     """Count the rows of a checked frame, and copy its message if single rows can be read from it."""
-    return frame.rows, readable(segment.slice(frame.position + fmt.ALIGN, frame.payload_bytes))
+    return frame.rows, readable(segment.slice(frame.position + fmt.ALIGN, frame.payload))
 
 
 def _row_seqs(frames: list[tuple[int, pa.RecordBatch]], row_count: int) -> Int64Array:
