@@ -88,7 +88,7 @@ os.register_at_fork(after_in_child=_PROCESS.after_fork)
 def check_process() -> None:
     """Raise RequestError in a child of a process that had dialed. Call this before waiting for any lock.
 
-    Another thread of the parent may have held the lock at the fork, and then nobody releases it in the child.
+    Another thread of the parent may have held the lock at the fork. The child has no such thread to release it.
     """
     if _PROCESS.is_inherited:
         raise RequestError(FORKED)

@@ -461,7 +461,7 @@ class Worker:
         except RequestError as error:
             if after_ms is None:
                 raise
-            # Without a second nack the message would come back when its lease ends, whatever delay was asked for.
+            # Without a second nack, the message would come back only when its lease ends.
             logger.error(
                 "delay refused, retry policy used group=%s id=%s reason=%s", self._group, message.id, error
             )

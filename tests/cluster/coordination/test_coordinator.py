@@ -302,19 +302,6 @@ def test_an_address_that_cannot_be_parsed_is_left_out_and_logged_once(
     run(scenario)
 
 
-def test_one_of_several_proposals_becomes_the_secret(run: Run) -> None:
-    async def scenario(world: World) -> None:
-        nodes = [world.coordinator(f"n{number}") for number in range(6)]
-        proposals = [bytes([number]) * 32 for number in range(6)]
-        secrets = await asyncio.gather(
-            *(node.get_or_create_secret("receipts", proposal) for node, proposal in zip(nodes, proposals))
-        )
-        assert len(set(secrets)) == 1 and secrets[0] in proposals
-        assert await nodes[0].get_or_create_secret("other", b"\0\xff") == b"\0\xff"
-
-    run(scenario)
-
-
 def test_a_change_ends_a_wait(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")

@@ -123,7 +123,7 @@ def _tasks(client: redis.Redis) -> Iterator[_Task]:
     queues = {queue for pairs in bindings.values() for _, queue in pairs}
     for key in sorted(_lists(client, queues)):
         queue = key.partition(SEPARATOR)[0]
-        passed = 0  # tasks that stay, counted from the end of the list, where workers fetch and nobody adds
+        passed = 0  # tasks that stay, counted from the end of the list: workers fetch there, producers add at the front
         while chunk := client.lrange(key, -(passed + CHUNK), -(passed + 1)):
             length_before = client.llen(key)
             for raw in reversed(chunk):

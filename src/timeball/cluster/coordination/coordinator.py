@@ -1,9 +1,9 @@
 """Coordination of nodes outside of the log: a node's lease, the coordinator, and the directory.
 
-Nodes agree through a coordinator on the leader of each group, the nodes, and shared secrets.
-A node asks its coordinator a few times a second, but never for a message. Only one operation has to be correct: the
-compare-and-swap of a group's record. Each change of leader adds 1 to the record's epoch, so an epoch has one leader,
-and replicas refuse messages of an epoch below the one that they have promised. All other answers may be late or wrong.
+Nodes agree through a coordinator on the leader of each group, and on the nodes. A node asks its coordinator a few times
+a second, but never for a message. Only one operation has to be correct: the compare-and-swap of a group's record. Each
+change of leader adds 1 to the record's epoch, so an epoch has one leader, and replicas refuse messages of an epoch below
+the one that they have promised. All other answers may be late or wrong.
 This costs time, but loses no message:
 
     a read is outdated          the compare-and-swap that follows fails
@@ -24,7 +24,6 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from timeball.cluster.coordination.store import (
-    VALUE_BYTES_MAX,
     Comparison,
     Delete,
     KeyValue,
@@ -124,7 +123,7 @@ class HeldLease:
             self._is_registered = True
 
 
-# ---- what a coordinator reads and changes --------------------------------------------------------------------------
+# ---- values that the coordinator reads and writes --------------------------------------------------------------
 
 # A holder stops relying on its lease this long before etcd may end it, to allow for clock drift and for the travel time
 # of a request.
@@ -226,14 +225,13 @@ class Node(msgspec.Struct, frozen=True):
 
 
 # ---- the coordinator: its data are keys of a store ------------------------------------------------------------
-# Values are JSON, except secrets, which are bytes.
+# Values are JSON.
 #
 #     tb/<cluster>/state/<group>      no lease    {epoch, leader, replicas, generation}: changed by compare-and-swap
 #     tb/<cluster>/holder/<group>     lease       {node}: the node that may consider itself the leader; if the key is
 #                                                 missing, a replica may become a candidate
 #     tb/<cluster>/nodes/<node>       lease       {name, addresses, zone, version, replica, promised, group}
 #     tb/<cluster>/wish/<group>       lease       {replicas, hand_over_to}: a command's request to the leader
-#     tb/<cluster>/secret/<name>      no lease    bytes, written once
 #     tb/.reports/<cluster>/<node>    lease       {role, epoch, …}: a replica's figures, for operators
 #
 # The kind comes before the name, so that one range read returns the records of all groups and nothing else. Reports
@@ -403,18 +401,6 @@ class Coordinator:
             for key_value in outcome.reads[0]
         }
 
-    async def get_or_create_secret(self, name: str, proposal: bytes) -> bytes:
-        """Read the secret of this name. If there is none, `proposal` becomes the secret, which never changes.
-
-        `proposal`: 1 to VALUE_BYTES_MAX bytes.
-        """
-        assert 0 < len(proposal) <= VALUE_BYTES_MAX
-        key = self._key_of("secret", name)
-        outcome = await self._store.transact(
-            [RevisionIs(key, 0)], [Put(key, proposal), Read(key)], [Read(key)]
-        )
-        return outcome.reads[0][0].value
-
     async def close(self) -> None:
         """Close connections and watches of the store."""
         await self._store.close()
@@ -489,7 +475,7 @@ def _unreadable_key(key_value: KeyValue, reason: str) -> SetupError:
     """Build the error for a value that this version cannot read."""
     return SetupError(
         f"etcd key {key_value.key}: {reason}. A newer version of Timeball has written it (upgrade this node), or a "
-        "person has (put back what was there)"
+        "person has (restore the value from before)"
     )
 
 

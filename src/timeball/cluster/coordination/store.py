@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-VALUE_BYTES_MAX = 256 * 1024  # a node's addresses and a group's record have some hundred bytes
-
 
 class KeyValue(NamedTuple):
     """A key as it was read."""
