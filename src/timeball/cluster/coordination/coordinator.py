@@ -2,8 +2,8 @@
 
 Nodes agree through a coordinator on the leader of each group, and on the nodes. A node asks its coordinator a few times
 a second, but never for a message. Only one operation has to be correct: the compare-and-swap of a group's record. Each
-change of leader adds 1 to the record's epoch, so an epoch has one leader, and replicas refuse messages of an epoch below
-the one that they have promised. All other answers may be late or wrong.
+change of leader adds 1 to the record's epoch, so an epoch has one leader, and replicas refuse messages of an epoch
+below the one that they have promised. All other answers may be late or wrong.
 This costs time, but loses no message:
 
     a read is outdated          the compare-and-swap that follows fails
