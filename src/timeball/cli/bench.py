@@ -70,14 +70,15 @@ def bench(
     if unknown:
         raise RequestError(f"no benchmark named {', '.join(unknown)}: there are {', '.join(benchmarks)}")
     chosen = names or [name for name in benchmarks if not getattr(benchmarks[name], "ONLY_BY_NAME", False)]
-    with importlib.import_module("benchmarks.harness").profiling(profile) as rows:
+    with importlib.import_module("benchmarks.harness").profiling(profile) as measured_rows:
         for name in chosen:
             _print(benchmarks[name].run(small=size is Size.SMALL), _limits(benchmarks[name]), as_json)
-    if profile is not None and profile not in rows:
-        raise RequestError(f"--profile: no row is named {profile!r}: there are {', '.join(rows)}")
+    if profile is not None and profile not in measured_rows:
+        raise RequestError(f"--profile: no row is named {profile!r}: there are {', '.join(measured_rows)}")
 
 
 def _print(report: Any, limits: str, as_json: bool) -> None:
+    """Print the report of a benchmark, and the `limits` of its figures below them."""
     if as_json:
         print_json({**report.as_dict(), "not_measured": limits})
         return
@@ -97,7 +98,7 @@ def _limits(module: Any) -> str:
 
 def _import_benchmarks() -> dict[str, Any]:
     """Import the benchmark modules, by name. SetupError outside of a checkout."""
-    checkout = Path(timeball.__file__).resolve().parents[2]
+    checkout = Path(timeball.__file__).resolve().parents[2]  # without src/timeball/__init__.py
     if not (checkout / "benchmarks" / "harness.py").is_file():
         raise SetupError(
             "the benchmarks are not part of the installed package: run this from a checkout of Timeball"

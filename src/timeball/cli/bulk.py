@@ -196,11 +196,13 @@ def _run_job(
     *,
     quiet: bool,
 ) -> BulkReport:
+    """Run the Spark job, and show its steps unless `quiet`. Raises RequestError for input that Spark cannot read."""
     from timeball.spark.jobs import bulk as job
     from timeball.spark.jobs.bulk import Columns
 
     with _progress(spark, quiet=quiet) as show_step:
         frame = _read_source(spark, source)
+        # The ignored type: `columns` could have None for `due`, but the command always sets it.
         return job.run(spark, frame, endpoint, columns=Columns(**columns), tell=show_step, **job_options)  # type: ignore[arg-type]
 
 
@@ -294,8 +296,8 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
 
         def show_progress() -> None:
             while not stopped.wait(LOOK_EVERY_S):
-                stages = [tracker.getStageInfo(i) for i in tracker.getActiveStageIds()]
-                totals = [(s.numCompletedTasks, s.numTasks) for s in stages if s is not None]
+                stages = [tracker.getStageInfo(stage_id) for stage_id in tracker.getActiveStageIds()]
+                totals = [(stage.numCompletedTasks, stage.numTasks) for stage in stages if stage is not None]
                 if totals:
                     done, total = map(sum, zip(*totals, strict=True))
                     bar.update(task, completed=done, total=total)
@@ -399,12 +401,12 @@ def list_(endpoint: FlightEndpointOption = DEFAULT_FLIGHT, as_json: JsonOption =
     for group in groups:
         with Endpoint(group.endpoint) as broker:
             campaigns += [(group.name, row) for row in broker.campaigns()]
-    for name, row in campaigns:
+    for group_name, row in campaigns:
         if as_json:
-            document = {field: getattr(row, field) for field in ("campaign", "state", "rows", "planned_ms")}
-            print_json({**document, "group": name} if len(groups) > 1 else document)
+            fields = {name: getattr(row, name) for name in ("campaign", "state", "rows", "planned_ms")}
+            print_json({**fields, "group": group_name} if len(groups) > 1 else fields)
         else:
-            in_group = f", in group {name}" if len(groups) > 1 else ""
+            in_group = f", in group {group_name}" if len(groups) > 1 else ""
             print_line(
                 f"{row.campaign}  {row.state}  {row.rows:,} messages, of {show_instant(row.planned_ms)}{in_group}"
             )

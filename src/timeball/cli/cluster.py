@@ -34,15 +34,15 @@ from timeball.model.config import Settings
 from timeball.model.errors import RequestError, SetupError, TimeballError, Unavailable
 from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 
-# ---- hand over the pending messages of a group to another group -----------------------------------------------
-# The leader of the drained group does the work (broker/groups/draining.py). This process repeats its request every
-# `POLL_S` seconds until nothing is left to hand over, and shows the progress. If this process ends, the leader
-# continues.
-
 if TYPE_CHECKING:
     from timeball.cluster.coordination.coordinator import Coordinator, GroupView, OperatorRequest
     from timeball.cluster.operations import Operations
     from timeball.model.answers import Drained
+
+# ---- hand over the pending messages of a group to another group -----------------------------------------------
+# The leader of the drained group does the work (broker/groups/draining.py). This process repeats its request every
+# `POLL_S` seconds until nothing is left to hand over, and shows the progress. If this process ends, the leader
+# continues.
 
 POLL_S = 0.5
 
@@ -112,16 +112,15 @@ def drain(
 
 
 def _drain_sentence(progress: Drained, *, dry_run: bool) -> str:
+    """Format the outcome of a drain, or with `dry_run` the plan of one."""
     if dry_run:
         return (
             f"group {progress.group} would hand over to {progress.heir}: {progress.waiting:,} messages wait"
         )
-    rest = (
+    remaining = (
         f"; {progress.waiting:,} stay, due within a minute or for its consumers" if progress.waiting else ""
     )
-    return (
-        f"group {progress.group} is drained to {progress.heir}: {progress.moved:,} messages handed over{rest}"
-    )
+    return f"group {progress.group} is drained to {progress.heir}: {progress.moved:,} messages handed over{remaining}"
 
 
 # ---- create, show and change groups ---------------------------------------------------------------------------
@@ -184,14 +183,14 @@ def init(
 
     from timeball.cluster.operations import Operations
 
-    async def ask(coordinator: Coordinator) -> Record:
+    async def create_group(coordinator: Coordinator) -> Record:
         operations = Operations(coordinator, settings.group)
         revision, record = await operations.plan_first(names, wait_ms / 1_000)
         if not dry_run:
             await operations.begin(revision, record)
         return record
 
-    record = _run_with_coordinator(settings, ask)
+    record = _run_with_coordinator(settings, create_group)
     verb = "would have" if dry_run else "has"
     text = f"group {settings.group} of cluster {settings.cluster} {verb} the replicas {', '.join(record.replicas)}"
     show(_record_document(settings, record, dry_run), [text], as_json=as_json)
@@ -238,7 +237,10 @@ def status(
 
 
 def _ask_leader(endpoint: str, problem: Unavailable) -> ReplicaGroup:
-    """Describe the group whose leader answers at these nodes. Raises `problem`, that of etcd, if none does."""
+    """Describe the group whose leader answers at `endpoint`. Raises Unavailable if no leader does.
+
+    `problem`: the error of etcd, which becomes a problem of the group or a part of the error.
+    """
     try:
         with connect(endpoint) as client:
             replica = client.status().get("replica")
@@ -248,8 +250,8 @@ def _ask_leader(endpoint: str, problem: Unavailable) -> ReplicaGroup:
         raise problem
     leader = node_of(replica["replica"])
     return ReplicaGroup(
-        replica["group"], leader, replica["epoch"], replica["generation"], [], "",
-        [f"{problem}. The leader serves; no other node can lead meanwhile"],
+        group=replica["group"], leader=leader, epoch=replica["epoch"], generation=replica["generation"],
+        replicas=[], asked="", problems=[f"{problem}. The leader serves; no other node can lead meanwhile"],
     )  # fmt: skip
 
 
@@ -365,14 +367,14 @@ def force(
 
     from timeball.cluster.operations import Operations
 
-    async def ask(coordinator: Coordinator) -> tuple[Record | None, Record]:
+    async def force_group(coordinator: Coordinator) -> tuple[Record | None, Record]:
         operations = Operations(coordinator, settings.group)
         if not dry_run:
             return await operations.force(node)
         view, record = await operations.plan_force(node)
         return view.record, record
 
-    before, record = _run_with_coordinator(settings, ask)
+    before, record = _run_with_coordinator(settings, force_group)
     removed = (
         [] if before is None else [replica for replica in before.replicas if replica not in record.replicas]
     )
@@ -389,10 +391,13 @@ def _change(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Request a change from the leader, wait for the outcome, and print it. With `dry_run`, print the plan only."""
+    """Request a change from the leader, wait for the outcome, and print it. With `dry_run`, print the plan only.
+
+    `plan` reads the group, and returns it with the request. The request is None if the group is already as wanted.
+    """
     from timeball.cluster.operations import Operations
 
-    async def ask(coordinator: Coordinator) -> tuple[GroupView, Record]:
+    async def change_group(coordinator: Coordinator) -> tuple[GroupView, Record]:
         operations = Operations(coordinator, settings.group)
         view, request = await plan(operations)
         assert view.record is not None
@@ -407,7 +412,7 @@ def _change(
         assert changed.record is not None
         return view, changed.record
 
-    before, record = _run_with_coordinator(settings, ask)
+    before, record = _run_with_coordinator(settings, change_group)
     is_same = record == before.record
     outcome = "is so already" if is_same else "would be" if dry_run else "done"
     show(
@@ -418,7 +423,7 @@ def _change(
 
 
 def _predict_record(record: Record, request: OperatorRequest) -> Record:
-    """Predict the group's record after the change. The leader may have changed it otherwise by then."""
+    """Predict the group's record after the change. Meanwhile the leader may change the record in another way."""
     if request.replicas:
         return Record(record.epoch, record.leader, request.replicas, record.generation + 1)
     (leader,) = [replica for replica in record.replicas if node_of(replica) == request.hand_over_to]
@@ -436,6 +441,7 @@ def _warnings(record: Record) -> list[str]:
 
 
 def _record_document(settings: Settings, record: Record, dry_run: bool) -> dict[str, Any]:
+    """Build the JSON document of a group's record."""
     return {
         "cluster": settings.cluster,
         "group": settings.group,
@@ -486,6 +492,7 @@ def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
 
 
 def _row(replica: ReplicaState, now_ms: int) -> tuple[str, ...]:
+    """Build the cells of a replica, in the order of HEADINGS. An unknown value is an empty text."""
     role = (
         replica.role if replica.is_in_record or replica.role == "learner" else f"{replica.role}, no replica"
     )

@@ -102,6 +102,11 @@ def _parse_kinds(names: list[str] | None) -> frozenset[int]:
 
 
 def _open_folder(data: Path, selection: Selection) -> FolderDump:
+    """Open a data folder to read it, with its damage.
+
+    Raises SetupError for a folder without data of this version of Timeball, and RequestError for a --segment that does
+    not exist.
+    """
     from timeball.io.files import RealFiles
     from timeball.node.data_folder import FORMAT_NAME, check_folder
     from timeball.node.inspect_folder import FolderDump
@@ -121,7 +126,7 @@ def _open_folder(data: Path, selection: Selection) -> FolderDump:
 
 
 def _print_log(folder: FolderDump, selection: Selection, *, rows: bool, as_json: bool) -> bool:
-    """Print the selected rows or frames while reading. True if a part of the folder is damaged."""
+    """Print the selected frames, or with `rows` their rows, while reading. True if a part of the folder is damaged."""
     from timeball.node.inspect_folder import Damage, InspectedFrame, describe_frame, describe_rows, find_rows
 
     is_damaged = False
@@ -142,6 +147,10 @@ def _print_log(folder: FolderDump, selection: Selection, *, rows: bool, as_json:
 
 
 def _frame_text(frame: dict[str, Any]) -> str:
+    """Format a frame as a line: segment and position, first row, time of the append, length, and rows by kind.
+
+    Reserved numbers are sequence numbers of the frame without a row.
+    """
     reserved = frame["span"] - frame["rows"]
     kinds = _counts_text(frame["kinds"]) + (f", {reserved:,} reserved numbers" if reserved else "")
     at = f"{frame['segment']:>4} @{frame['position']:<10}"
@@ -149,6 +158,7 @@ def _frame_text(frame: dict[str, Any]) -> str:
 
 
 def _row_text(row: dict[str, Any]) -> str:
+    """Format a row as a line: sequence number, kind, and the fields that it has. The queue stands after the topic."""
     fields = [f"{name} {row[name]}" for name in ("topic", "unique_key", "keys", "source_seq") if name in row]
     if row.get("queue_offset") is not None:
         fields.insert(1, f"queue {row['queue_id']}@{row['queue_offset']}")
@@ -160,6 +170,7 @@ def _row_text(row: dict[str, Any]) -> str:
 
 
 def _problem_text(problem: Torn | Damage) -> str:
+    """Format damage or a torn tail as a line for people."""
     from timeball.node.inspect_folder import Torn
 
     position = "" if problem.position is None else f", byte {problem.position}"
@@ -209,6 +220,7 @@ def _summary_lines(data: Path, summary: Summary) -> Iterator[str]:
 
 
 def _segment_text(segment: SegmentSummary) -> str:
+    """Format a segment as a line: name, state, size, and the selected rows by kind. A spare segment has no rows."""
     file_text = f"{segment.file}  {segment.state:<6} {show_bytes(segment.size_bytes)}"
     if not segment.frames or segment.next_seq is None or segment.last_append_ms is None:
         return file_text if segment.state == "spare" else f"{file_text}, no frame selected"
@@ -221,6 +233,7 @@ def _counts_text(kinds: dict[str, int]) -> str:
 
 
 def _checkpoint_text(checkpoint: dict[str, Any] | None) -> str:
+    """Format the checkpoint as a line. None: there is none, or it cannot be read."""
     if checkpoint is None:
         return "no readable checkpoint"
     settled = f"{checkpoint['settled_rows']:,} settled before their due time"

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from timeball.spark.table_store import Due
     from timeball.spark.views.due_histogram import Load
 
-OTHER_TOPICS = (
-    "*"  # equal to spark/views/forecast.py's, which is not imported here: other commands start sooner
-)
+# Equal to spark/views/forecast.py's, which is not imported here: other commands start sooner.
+OTHER_TOPICS = "*"
 
 
 class Bars(StrEnum):
@@ -58,7 +57,10 @@ def parse_moment(text: str) -> Moment:
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
-    """Parse rows per second by topic from N and TOPIC=N. OTHER_TOPICS stands for the topics that are not named."""
+    """Parse rows per second by topic from N and TOPIC=N. OTHER_TOPICS stands for the topics that are not named.
+
+    Raises RequestError for a rate that is not a finite number above 0, and for two rates of the same topics.
+    """
     rates: dict[str, float] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
@@ -109,7 +111,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Request:
-    """The requested content of the answer: bars, peaks, topics, consumer rates, and the limit for the needed rate."""
+    """The requested content of the answer.
+
+    `by`: the width of a bar. `peaks`: how many peaks. `topics`: count only these; empty for all. `rates`: the rows per
+    second that consumers take, by topic. `backlog`: messages that wait for consumers already. `within_ms`: compute the
+    rate at which no message waits longer.
+    """
 
     by: str
     peaks: int

@@ -92,7 +92,7 @@ def count(
 
 
 def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
-    """Add up the counts of all groups. The times are the earliest ones of the groups."""
+    """Add up the counts of all groups. The times are the earliest ones of the groups. A single group stays as it is."""
     if len(groups) == 1:
         [single] = groups.values()
         return single
@@ -104,29 +104,32 @@ def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
         for campaign, rows in counted.held.items():
             held[campaign] = held.get(campaign, 0) + rows
     return CountedLoad(
-        min(counted.now_ms for counted in counts),
-        None,
-        all(counted.is_whole for counted in counts),
-        counts[0].due,
-        merge(counted.load for counted in counts),
-        (merge(load for load, _ in released), min(until_ms for _, until_ms in released))
+        now_ms=min(counted.now_ms for counted in counts),
+        version=None,
+        is_whole=all(counted.is_whole for counted in counts),
+        due=counts[0].due,
+        load=merge(counted.load for counted in counts),
+        came=(merge(load for load, _ in released), min(until_ms for _, until_ms in released))
         if released
         else None,
-        held,
-        {name: counted.version for name, counted in groups.items() if counted.version is not None},
-        merge(counted.recurring for counted in counts),
-        min(recurring_ends, default=None),
+        held=held,
+        versions={name: counted.version for name, counted in groups.items() if counted.version is not None},
+        recurring=merge(counted.recurring for counted in counts),
+        recurring_until_ms=min(recurring_ends, default=None),
     )
 
 
 def _count_group(endpoint: str, window: Window, count_load: Count, by_topic: bool) -> CountedLoad:
-    """Count the messages of one group that are due in a window. `endpoint`: the group's Flight address."""
+    """Count the messages of one group that are due in a window. `endpoint`: the group's Flight address.
+
+    Counts recurring occurrences and held messages only for the present. Raises RequestError for an empty window.
+    """
     with Endpoint(endpoint) as broker:
         version = window.version
         if window.timestamp_ms is not None:
             version = version_at(broker.status().table.uri, window.timestamp_ms)
         snapshot = Snapshot.pin(broker, version=version, upcoming=True)
-        due = window.bounds(snapshot.now_ms)
+        due = due_from_ms, due_until_ms = window.bounds(snapshot.now_ms)
         load = count_load(endpoint, snapshot, due, by_topic)
         released = released_since(broker, snapshot, by_topic=by_topic) if window.is_checked else None
         # A pause is known for the present only: an older version may have been made before it.
@@ -136,11 +139,11 @@ def _count_group(endpoint: str, window: Window, count_load: Count, by_topic: boo
             snapshot.now_ms, snapshot.version, snapshot.is_whole, due, load, released, paused
         )
         # Without an end, most schedules have no last occurrence.
-        if not is_present or due[1] is None:
+        if not is_present or due_until_ms is None:
             return counted
-        begin_ms = max(snapshot.now_ms, due[0] or 0)
+        begin_ms = max(snapshot.now_ms, due_from_ms or 0)
         recurring, until_ms = recurring_load(
-            broker, begin_ms, due[1], width_s=load.width_s, by_topic=by_topic
+            broker, begin_ms, due_until_ms, width_s=load.width_s, by_topic=by_topic
         )
     return replace(counted, recurring=recurring, recurring_until_ms=until_ms)
 
@@ -243,7 +246,7 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
     def what_if(rows: Load) -> WhatIf | None:
         return serve(rows, request.rates, request.backlog, begin_s) if request.rates else None
 
-    def needed(rows: Load) -> float | None:
+    def rate_for(rows: Load) -> float | None:
         if request.within_ms is None:
             return None
         return rate_needed(rows, request.within_ms, request.backlog, begin_s)
@@ -270,8 +273,8 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
         what_if=what_if(coming),
         what_if_extra=None if extra_in_window is None else what_if(total),
         within_ms=request.within_ms,
-        rate_needed=needed(coming),
-        rate_needed_extra=None if extra_in_window is None else needed(total),
+        rate_needed=rate_for(coming),
+        rate_needed_extra=None if extra_in_window is None else rate_for(total),
         check=None
         if released is None or counted.came is None
         else check(load, released, (from_ms, until_ms), counted.came[1]),
@@ -332,6 +335,7 @@ def _bars(forecast: Forecast) -> dict[str, int]:
 
 
 def _summary(forecast: Forecast) -> str:
+    """Format the line with the counts, the window, and the version that was counted."""
     until = "" if forecast.until_ms is None else f" until {instant(forecast.until_ms)}"
     recurring = f", {forecast.recurring:,} recurring" if forecast.recurring else ""
     extra = f", {forecast.extra:,} extra" if forecast.extra else ""
@@ -342,6 +346,7 @@ def _summary(forecast: Forecast) -> str:
 
 
 def _peak(peak: Peak, resolution_ms: int) -> str:
+    """Format a peak: its time and its rows. A peak second also has the rows of its minute."""
     if resolution_ms > 1_000:
         return f"{instant(peak.at_ms)}  {peak.rows:,} in the {_CELL_NAMES[resolution_ms]}"
     return f"{instant(peak.at_ms)}  {peak.rows:,} in the second, {peak.minute_rows:,} in its minute"
@@ -362,7 +367,7 @@ def _topic_lines(forecast: Forecast) -> Iterator[str]:
 
 
 def _what_if_lines(name: str, what_if: WhatIf) -> Iterator[str]:
-    """Yield the lines about the lateness and backlog with the consumer rates that the user gave."""
+    """Yield the lines about lateness and backlog with the given consumer rates. `name` tells which load was counted."""
     for topic, outcome in what_if.queues.items():
         others = "consumers" if len(what_if.queues) == 1 else "consumers of the other topics"
         whose = others if topic == OTHER_TOPICS else f"consumers of {topic}"
@@ -411,6 +416,7 @@ def _rate_lines(forecast: Forecast) -> Iterator[str]:
 
 
 def _check_lines(check: Check) -> Iterator[str]:
+    """Yield the lines that compare an older forecast with the messages released since."""
     yield f"until {instant(check.until_ms)}: {check.said:,} were foretold, {check.came:,} came"
     if check.said or check.came:
         yield (

@@ -79,6 +79,7 @@ def celery(
 
 
 def _moved_lines(moved: Moved, is_dry_run: bool) -> list[str]:
+    """Format the outcome of a move for people: tasks by queue, all tasks, due times, and tasks that stay."""
     lines = [f"{queue}: {count}" for queue, count in sorted(moved.queues.items())]
     lines.append(f"{moved.moved} tasks {'would be moved' if is_dry_run else 'moved'}")
     if moved.first_due_ms is not None and moved.last_due_ms is not None:
@@ -117,9 +118,10 @@ def celery_beat(
         from timeball.client.celery.schedulers import scheduler_of
     scheduler = scheduler_of(app)
     if dry_run:
-        for each in scheduler.read():
-            rule = ", ".join(f"{key} {value}" for key, value in each.rule.items())
-            show(each, [f"{each.name}: would be put, {rule}, {each.tag} to {each.topic}"], as_json=as_json)
+        for schedule in scheduler.read():
+            rule = ", ".join(f"{key} {value}" for key, value in schedule.rule.items())
+            line = f"{schedule.name}: would be put, {rule}, {schedule.tag} to {schedule.topic}"
+            show(schedule, [line], as_json=as_json)
         return
     with connect(endpoint) as client:
         changed, deleted = scheduler.store(client.schedules)
@@ -175,22 +177,22 @@ def crontab(
     outcomes = Counter[str]()
     if dry_run:
         for entry in entries:
-            outcomes[
-                _show_entry(entry, prefix, "would be put" if entry.spec else "refused", as_json=as_json)
-            ] += 1
+            outcome = "would be put" if entry.spec else "refused"
+            _show_entry(entry, prefix, outcome, as_json=as_json)
+            outcomes[outcome] += 1
     else:
         with connect(endpoint) as client:
             for entry in entries:
-                outcomes[
-                    _show_entry(entry, prefix, _put_entry(client, entry, topic, prefix), as_json=as_json)
-                ] += 1
+                outcome = _put_entry(client, entry, topic, prefix)
+                _show_entry(entry, prefix, outcome, as_json=as_json)
+                outcomes[outcome] += 1
     print_note(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or "no entries")
     if outcomes["refused"]:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
 def _is_system(file: Path) -> bool:
-    """True if each command of this file stands behind a user: /etc/crontab and the files of a folder cron.d."""
+    """True if this file names a user before each command: /etc/crontab and the files of a folder cron.d."""
     path = file.absolute()
     return str(path) in _SYSTEM_FILES or path.parent.name == _SYSTEM_FOLDER
 
@@ -207,7 +209,10 @@ def _read_entries(file: Path, zone: str, *, is_system: bool) -> list[CrontabEntr
 
 
 def _put_entry(client: Timeball, entry: CrontabEntry, topic: str, prefix: str) -> str:
-    """Put the schedule of an entry. Returns the outcome: created, replaced, unchanged or refused."""
+    """Put the schedule of an entry. Returns the outcome: created, replaced, unchanged or refused.
+
+    A refused entry has no schedule, and is not sent. Raises the error of the broker, with the entry's name.
+    """
     if entry.spec is None:
         return "refused"
     properties = {_USER_PROPERTY: entry.user} if entry.user else {}
@@ -220,8 +225,8 @@ def _put_entry(client: Timeball, entry: CrontabEntry, topic: str, prefix: str) -
     return put.outcome or put.state
 
 
-def _show_entry(entry: CrontabEntry, prefix: str, outcome: str, *, as_json: bool) -> str:
-    """Print an entry with its outcome. Returns the outcome."""
+def _show_entry(entry: CrontabEntry, prefix: str, outcome: str, *, as_json: bool) -> None:
+    """Print an entry with its outcome."""
     name, note = prefix + entry.name, f" ({entry.note})" if entry.note else ""
     document = {
         "name": name, "outcome": outcome, "rule": entry.spec, "body": entry.command, "user": entry.user or None,
@@ -229,4 +234,3 @@ def _show_entry(entry: CrontabEntry, prefix: str, outcome: str, *, as_json: bool
     }  # fmt: skip
     rule = "" if entry.spec is None else f", {entry.spec['cron']} in {entry.spec['zone']}"
     show(document, [f"{name}: {outcome}{rule}{note}"], as_json=as_json)
-    return outcome

@@ -123,6 +123,10 @@ def kafka(
 
 
 def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str, flight: str) -> Bridge:
+    """Build the bridge, with the properties in the file `config` for Kafka's client.
+
+    Raises SetupError for a missing package, an unreadable file and invalid options.
+    """
     with needs(KAFKA):
         from timeball.edges.kafka.bridge import Bridge
         from timeball.edges.kafka.options import BridgeOptions, read_properties
@@ -133,6 +137,7 @@ def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str, f
 
 
 def _read_config(file: Path) -> str:
+    """Read the text of the file of --kafka-config. Raises SetupError."""
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -140,6 +145,7 @@ def _read_config(file: Path) -> str:
 
 
 def _print_ready(options: BridgeOptions, as_json: bool) -> None:
+    """Print the topics of the bridge, once it runs."""
     if as_json:
         topics = {"in": options.own, "out": options.out, "dead": options.dead, "topic": options.topic}
         print_json({"event": "ready", "name": options.name, **topics})
@@ -150,11 +156,11 @@ def _print_ready(options: BridgeOptions, as_json: bool) -> None:
 
 
 def _print_statuses(bridge: Bridge, stop: threading.Event, interval_s: float, as_json: bool) -> None:
-    """Print a status line every `interval_s` seconds, and one at the end."""
+    """Print a status line every `interval_s` seconds until `stop` is set, and one at the end. Runs in a thread."""
     is_last = False
     while not is_last:
         is_last = stop.wait(interval_s)
-        CYCLES.collect_if_due(None)
+        CYCLES.collect_if_due(None)  # in this thread, because it runs at regular intervals
         counts = msgspec.to_builtins(bridge.counts)
         bridge.counts.late_ms = 0  # the largest lateness since the last status line
         if as_json:

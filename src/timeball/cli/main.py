@@ -93,13 +93,14 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = import_module(f"timeball.cli.{MODULES.get(cmd_name, cmd_name)}")
-        single, section = typer.Typer(callback=_empty_callback, rich_markup_mode="rich"), COMMANDS[cmd_name]
-        name = cmd_name.replace("-", "_")
-        if subcommands := getattr(module, f"{name}_app", None):
-            single.add_typer(subcommands, name=cmd_name, rich_help_panel=section)
+        section = COMMANDS[cmd_name]
+        app_of_command = typer.Typer(callback=_empty_callback, rich_markup_mode="rich")
+        function_name = cmd_name.replace("-", "_")
+        if subcommands := getattr(module, f"{function_name}_app", None):
+            app_of_command.add_typer(subcommands, name=cmd_name, rich_help_panel=section)
         else:
-            single.command(cmd_name, rich_help_panel=section)(getattr(module, name))
-        return plain_parameters(get_group(single).commands[cmd_name], ctx)
+            app_of_command.command(cmd_name, rich_help_panel=section)(getattr(module, function_name))
+        return plain_parameters(get_group(app_of_command).commands[cmd_name], ctx)
 
 
 def _empty_callback() -> None:
@@ -131,7 +132,7 @@ def _app(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    """Read the options of `timeball` itself. Typer calls this before the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -175,9 +176,13 @@ class PlainParameter:
 
 
 def plain_parameters(command: Any, ctx: Any) -> Any:
-    """Set plain readers for the parameters of a command and its subcommands where possible. Returns the command."""
+    """Set plain readers for the parameters of a command and its subcommands where possible. Returns the command.
+
+    Does nothing if `ctx`, Click's context, is None.
+    """
     for parameter in command.get_params(ctx) if ctx is not None else ():
-        # These attributes are internal to Typer. In a version without them, Typer's own readers stay.
+        # These attributes are internal to Typer. In a version without them, Typer's own readers stay. So does a reader
+        # that was set before.
         descriptor = getattr(parameter, "type_descriptor", None)
         if descriptor is None or getattr(parameter, "_runtime_param", "") is not None:
             continue
@@ -195,6 +200,7 @@ def _plain_reader(annotation: Any, info: Any) -> Callable[[str], Any] | None:
     if info.parser is not None:
         parser: Callable[[str], Any] = info.parser
         return parser
+    # Only Typer checks the bounds of numbers and the state of files.
     if info.min is not None or info.max is not None or info.exists or info.resolve_path or info.writable:
         return None
     readers: dict[Any, Callable[[str], Any]] = {

@@ -198,6 +198,7 @@ def schedule(
       timeball schedule reminders --lines people.txt --after 7d
       timeball schedule orders hello --after 250ms --json
     """
+    # A copy with values of any type: the two functions have different ones.
     due: dict[str, Any] = {**(parse_due(after, at) if zone is None else parse_local(after, at, zone))}
     check_lines_alone(lines, body, message_id, unique_key)
     if lines is not None and (expires_at or expires_in or on_expiry):
@@ -332,7 +333,7 @@ def report(receipt: Receipt, *, as_json: bool) -> None:
 def encode_fields(
     topic: str, tag: str | None, keys: list[str] | None, properties: list[str] | None
 ) -> dict[str, object]:
-    """Build the fields that are the same for every line."""
+    """Build the fields that are the same for every line. Raises RequestError for an invalid one."""
     pairs = read_properties(properties)
     return {
         "topic": topic,
@@ -343,6 +344,7 @@ def encode_fields(
 
 
 def _open_file(file: Path) -> BinaryIO:
+    """Open the file of --lines. Raises RequestError."""
     try:
         return file.open("rb")
     except OSError as error:
@@ -350,9 +352,10 @@ def _open_file(file: Path) -> BinaryIO:
 
 
 def _chunks(source: BinaryIO, fields: dict[str, object]) -> Iterator[list[dict[str, object]]]:
-    given = {name: value for name, value in fields.items() if value is not None}
+    """Yield lists of at most CHUNK_LINES messages, one for each line. A line has the `fields` that are not None."""
+    set_fields = {name: value for name, value in fields.items() if value is not None}
     while lines := [line.rstrip(b"\r\n") for line in islice(source, CHUNK_LINES)]:
-        yield [{"body": line, **given} for line in lines]
+        yield [{"body": line, **set_fields} for line in lines]
 
 
 # ---- get ------------------------------------------------------------------------------------------------------

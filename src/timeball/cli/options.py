@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -140,7 +140,7 @@ EndpointOption = Annotated[
     str,
     typer.Option("--endpoint", envvar="TIMEBALL_ENDPOINT", metavar="URI", help="The broker's HTTP address."),
 ]
-# Of commands of the pipeline, and of columns.
+# For the commands of the pipeline, and for commands that read columns.
 FlightEndpointOption = Annotated[
     str,
     typer.Option("--endpoint", envvar="TIMEBALL_FLIGHT", metavar="URI", help="The broker's Flight address."),
@@ -200,8 +200,8 @@ def with_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters: list[inspect.Parameter] = []
-        for own in inspect.signature(command, eval_str=True).parameters.values():
-            parameters += options if own.name == name else [own]
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += options if parameter.name == name else [parameter]
 
         @functools.wraps(command)
         def with_built(**arguments: Any) -> None:
@@ -210,6 +210,7 @@ def with_options(
 
         # Options without a default may follow others only in a signature of keywords.
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        # Typer reads both attributes. mypy does not know the first one of a function.
         with_built.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_built.__annotations__ = {each.name: each.annotation for each in parameters}
         return with_built
@@ -266,12 +267,20 @@ _FILE = Annotated[
 ]
 
 
-def _unit_of_name(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] | None:
-    """Choose parser, formatter and metavar of a size or duration, by the setting's name. None for other settings."""
+class _Unit(NamedTuple):
+    """The unit of a setting: the functions that parse and format its values, and its metavar in the help."""
+
+    parse: Callable[[str], int]
+    show: Callable[[int], str]
+    metavar: str
+
+
+def _unit_of_name(name: str) -> _Unit | None:
+    """Choose the unit of a size or a duration by the setting's name. None for other settings."""
     if name.endswith("_bytes"):
-        return parse_size_bytes, show_bytes, "SIZE"
+        return _Unit(parse_size_bytes, show_bytes, "SIZE")
     if name.endswith("_ms") or "_ms_" in name:
-        return parse_setting_ms, show_ms, "DURATION"
+        return _Unit(parse_setting_ms, show_ms, "DURATION")
     return None
 
 
@@ -290,7 +299,7 @@ def _build_parameter(field: Field[Any], value_type: Any, *, panel: str | None) -
     }
     declaration = f"{name}/--no-{name[2:]}" if value_type is bool else name
     if unit is not None:
-        attributes |= {"parser": as_parameter(unit[0]), "metavar": unit[2]}
+        attributes |= {"parser": as_parameter(unit.parse), "metavar": unit.metavar}
     elif value_type not in (bool, int, Path):
         value_type = str
         attributes["metavar"] = "TEXT"
@@ -298,9 +307,10 @@ def _build_parameter(field: Field[Any], value_type: Any, *, panel: str | None) -
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _format_default(default: Any, unit: Any) -> str:
+def _format_default(default: Any, unit: _Unit | None) -> str:
+    """Format the default of a setting for the help."""
     if unit is not None:
-        return str(unit[1](default))
+        return unit.show(default)
     if isinstance(default, bool):
         return "yes" if default else "no"
     return f"{default:,}" if isinstance(default, int) and default >= 100_000 else str(default)
@@ -314,6 +324,7 @@ def build_settings(file: Path | None, options: dict[str, Any]) -> Settings:
 
 
 def _read_file(file: Path) -> dict[str, Any]:
+    """Read the values of a settings file, by the setting's name. Raises SetupError, which names the file."""
     try:
         document = tomllib.loads(file.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -322,12 +333,12 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _convert_setting(file: Path, name: str, value: Any) -> Any:
-    """Convert one entry of the settings file, with the same rules as the option of that name."""
+    """Convert one entry of the settings file, with the same rules as the option of that name. Raises SetupError."""
     if name not in types():
         raise SetupError(f"--settings {file}: {name!r} is no setting; 'timeball serve --help' lists them")
     if isinstance(value, str) and (unit := _unit_of_name(name)) is not None:
         try:
-            return unit[0](value)
+            return unit.parse(value)
         except RequestError as error:
             raise SetupError(f"--settings {file}: {name} = {error}") from error
     expected_type = types()[name] if types()[name] in (int, bool, Path) else str
@@ -421,7 +432,11 @@ def connect(endpoint: str, flight: str | None = None) -> Iterator[Timeball]:
 
 @contextmanager
 def advising(endpoint: str) -> Iterator[None]:
-    """Raise Unavailable with the endpoint and advice if no broker answers the calls of the block."""
+    """Raise Unavailable with the endpoint and advice if no broker answers the calls of the block.
+
+    If the broker seems to accept only TLS, the advice is to write https:// or grpc+tls://. Any other error of the block
+    stays as it is.
+    """
     try:
         yield
     except Unavailable as error:

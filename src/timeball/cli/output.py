@@ -6,8 +6,8 @@ terminal only.
 Only this file turns an error into a sentence and an exit code:
 
     0   done
-    1   a check failed: the audit does not balance, a cancel or a reschedule came too late, or no message has
-        the id or key
+    1   a check failed, or not everything was done: the audit does not balance, a cancel or a reschedule came too late,
+        no message has the id or key, rows of a bulk write were rejected
     2   usage: the broker or the command refuses an option, an argument or a request
     3   the broker cannot be reached, or is starting or stopping, or Spark has failed and a new start may help
     4   set-up: a package that is not installed, port in use, no Java, data folder of a newer format, not ours, or
@@ -203,6 +203,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _explain_os(error: OSError) -> tuple[str, ExitCode]:
+    """Explain an error of the operating system: its file and reason, and advice for a full disk and a used port."""
     prefix = f"{error.filename}: " if error.filename else ""
     reason = f"{prefix}{error.strerror or _sentence(error)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -227,14 +228,17 @@ LINES_MAX = 256
 
 
 def configure_logging(level: LogLevel, line_format: LogFormat, stream: TextIO | None = None) -> None:
-    """Send all log records of `level` and above to `stream` (default: stderr), as text or JSON lines."""
+    """Send all log records of `level` and above to `stream` (default: stderr), as text or JSON lines.
+
+    Replaces the handler of an earlier call, which then writes its counts.
+    """
     handler = CountingHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if line_format == "json" else TextLines())
     root = logging.getLogger()
-    for earlier in root.handlers[:]:
-        if isinstance(earlier, CountingHandler):
-            root.removeHandler(earlier)
-            earlier.close()
+    for old_handler in root.handlers[:]:
+        if isinstance(old_handler, CountingHandler):
+            root.removeHandler(old_handler)
+            old_handler.close()
     root.addHandler(handler)
     root.setLevel(level.upper())
 
@@ -285,8 +289,8 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         """Write the record, or count it as a repeat. `logging` calls this with the handler's lock held."""
         self._write_counts(record.created)
         key = (record.name, record.levelno, record.getMessage())
-        if (earlier := self._written.get(key)) is not None:
-            earlier.repeats += 1
+        if (written_line := self._written.get(key)) is not None:
+            written_line.repeats += 1
             return
         self._written[key] = _Written(record)
         super().emit(record)
@@ -303,7 +307,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
     def _write_counts(self, now_s: float | None) -> None:
         """Forget the lines that are at least `REPEAT_S` before or after `now_s`, and write their counts.
 
-        With None, forget all lines. If `LINES_MAX` lines are remembered, forget the oldest too.
+        With None, forget all lines. If `LINES_MAX` lines are remembered, forget the oldest line too.
         """
         while self._written:
             oldest = next(iter(self._written.values()))
@@ -315,7 +319,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             if oldest.repeats:
                 summary = copy.copy(oldest.record)
                 summary.repeats = oldest.repeats
-                summary.exc_info = None  # the stack trace was written with the first one
+                summary.exc_info = None  # the stack trace was written with the line itself
                 super().emit(summary)
 
 

@@ -230,9 +230,9 @@ def _job_document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[s
     # With several groups, the broker's status has the log of one group only.
     is_one_log = bool(broker) and len(broker.get("groups") or []) < 2
     if job.job == Job.COMPACT and is_one_log:
-        # The tail is moved up to the watermark. The broker moves it as well, while the job does not.
+        # While the job does not run, the broker itself moves the tail, so the watermark may be ahead of the job.
         position_seq = max(position_seq or 0, broker["watermark"])
-    behind_rows = None if position_seq is None else last.lag if last is not None else None
+    behind_rows = last.lag if position_seq is not None and last is not None else None
     if position_seq is not None and is_one_log:
         behind_rows = max(0, broker["log"]["durable_seq"] - position_seq)
     position = None if last is None else {last.unit: last.position}
@@ -376,7 +376,7 @@ def describe_audit(report: AuditReport) -> Iterator[str]:
 
 
 def balance(report: AuditReport) -> str:
-    """Format the audit's equation with its numbers."""
+    """Format the audit's equation with its numbers: accepted = released + cancelled + …"""
     return f"accepted {report.accepted:,} = " + " + ".join(
         f"{name} {number:,}" for name, number in _outcomes(report).items()
     )
@@ -401,6 +401,7 @@ def draw_balance(report: AuditReport, file: Path) -> None:
     outcomes |= {"difference": abs(report.accepted - sum(outcomes.values()))}
     outcomes = {name: number for name, number in outcomes.items() if number}
     total, gap = max(sum(outcomes.values()), 1), 0.12  # `gap` keeps the names of small outcomes apart
+    # A smooth step from 0 to 1, which is the bend of a flow.
     curve = [(3 - 2 * x / 40) * (x / 40) ** 2 for x in range(41)]
     left = right = 0.0
     for (name, number), colour in zip(outcomes.items(), itertools.cycle(COLOURS)):

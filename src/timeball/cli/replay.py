@@ -161,7 +161,11 @@ class ReplayOptions:
 
 
 def show_and_schedule(spark: SparkSession, endpoint: str, window: Window, options: ReplayOptions) -> None:
-    """Show the plan of a replay, and schedule its messages if the user confirms. With --json, print one document."""
+    """Show the plan of a replay, and schedule its messages if the user confirms. With --json, print one document.
+
+    If the replay was done before, only its report is printed. Raises RequestError for an impossible window, and as
+    `confirm`.
+    """
     from timeball.spark.jobs import replay as job
 
     window.check()
@@ -201,7 +205,10 @@ def find_start_ms(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:
 
 
 def confirm(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
-    """Ask the user to confirm the replay, unless `yes`. Raises RequestError, or aborts the command."""
+    """Ask the user to confirm the replay, unless `yes`. Aborts the command if the user declines.
+
+    Raises RequestError if messages would be overdue without `late`, or if there is no terminal to ask at.
+    """
     if plan.overdue and not late:
         raise RequestError(
             f"{plan.overdue:,} of {plan.rows:,} messages would be due before now, and go out all at once: "
@@ -229,9 +236,10 @@ def describe_plan(plan: ReplayPlan) -> Iterator[str]:
         yield "nothing passed in this window"
         return
     yield from bars({show_time(begin_ms): rows for begin_ms, rows in plan.curve.items()})
-    shown = list(plan.topics.items())[:TOPICS_SHOWN]
-    others = f", and {len(plan.topics) - len(shown):,} topics more" if len(plan.topics) > len(shown) else ""
-    yield "from " + ", ".join(f"{topic} {rows:,}" for topic, rows in shown) + others
+    topics_shown = list(plan.topics.items())[:TOPICS_SHOWN]
+    hidden = len(plan.topics) - len(topics_shown)
+    more = f", and {hidden:,} topics more" if hidden else ""
+    yield "from " + ", ".join(f"{topic} {rows:,}" for topic, rows in topics_shown) + more
     begin, end = show_time(plan.first_due_ms), show_time(plan.last_due_ms)
     yield f"{plan.rows:,} messages, {show_bytes(plan.body_bytes)} of bodies, due {begin} to {end}"
     yield f"each bar is {show_ms(plan.width_ms)}"

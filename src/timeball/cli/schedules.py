@@ -79,10 +79,10 @@ def put(
       timeball schedules put poll jobs poll --every 15m --catch-up none --skip-while-busy pollers
       timeball schedules put pay jobs pay --cron '0 9 L * *' --zone UTC --exclude-file holidays.ics --move before
     """
-    wanted = rule.build()
+    rule_keys = rule.build()
     with connect(endpoint) as client:
         put_schedule = client.schedules.put(
-            name, wanted, topic=topic, body=read_body(body), tag=tag, keys=keys or (),
+            name, rule_keys, topic=topic, body=read_body(body), tag=tag, keys=keys or (),
             properties=read_properties(properties), catch_up=catch_up, catch_up_within=catch_up_within,
             overlap="skip" if skip_while_busy else "allow", group=skip_while_busy,
         )  # fmt: skip
@@ -105,9 +105,9 @@ def preview(
       timeball schedules preview --cron '0 9 * * 1-5' --zone Europe/Berlin
       timeball schedules preview --every 90m --count 3 --json | jq .local
     """
-    wanted = rule.build()
+    rule_keys = rule.build()
     with connect(endpoint) as client:
-        for time in client.schedules.preview(wanted, count=count, after=after):
+        for time in client.schedules.preview(rule_keys, count=count, after=after):
             show(time, [time.local], as_json=as_json)
 
 
@@ -226,6 +226,7 @@ def _show(schedule: Schedule, as_json: bool) -> None:
 
 
 def _line(schedule: Schedule) -> str:
+    """Format a schedule as a line: outcome of a change or state, next time and its message, runs, and error."""
     outcome = schedule.outcome or schedule.state
     following = f", next at {schedule.next.local} ({schedule.next.id})" if schedule.next is not None else ""
     error = f": {schedule.error}" if schedule.error else ""
@@ -244,15 +245,16 @@ def zones(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fal
       timeball zones --json | jq .update.moved
     """
     with connect(endpoint) as client:
-        used = client.schedules.zones()
-    show(used, _zone_lines(used), as_json=as_json)
+        zones_in_use = client.schedules.zones()
+    show(zones_in_use, _zone_lines(zones_in_use), as_json=as_json)
 
 
-def _zone_lines(used: ZonesInUse) -> Iterator[str]:
-    yield f"tzdata {used.tzdata}"
-    for each in used.zones:
+def _zone_lines(zones_in_use: ZonesInUse) -> Iterator[str]:
+    """Yield the version of tzdata, the zones, and the moves of the last update, if there was one."""
+    yield f"tzdata {zones_in_use.tzdata}"
+    for each in zones_in_use.zones:
         yield f"  {each.zone}"
-    if (update := used.update) is None:
+    if (update := zones_in_use.update) is None:
         return
     yield f"updated from {update.former or 'an unknown version'} at {show_instant(update.at_ms)}"
     for moved in update.moved:

@@ -203,6 +203,7 @@ def _select(action: Action, options: SelectionOptions, *, by: str | None = None,
     with connect(options.endpoint) as client:
         selections = client.selections
         if not options.dry_run:
+            # Only a shift and a move have an argument before the condition.
             operand = () if by is None and not to_topic else (by or to_topic,)
             select = getattr(selections, action)
             _show(select(*operand, options.where, **bounds), options.as_json)

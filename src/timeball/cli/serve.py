@@ -437,6 +437,10 @@ def run_replica(settings: Settings, as_json: bool) -> None:
 
 
 async def _run_replica(settings: Settings, as_json: bool) -> None:
+    """Run nodes of a cluster one after another, until SIGTERM or SIGINT.
+
+    Raises StorageError, and SetupError if the first node cannot start. If a later node cannot, a new process follows.
+    """
     from timeball.io.cycle_collection import CYCLES
 
     systemd, has_run, pauses = Systemd(), False, RestartPauses(SystemClock())
@@ -462,7 +466,7 @@ async def _run_replica(settings: Settings, as_json: bool) -> None:
 
 
 async def _run_node(settings: Settings, as_json: bool, systemd: Systemd) -> bool:
-    """Run a node. Returns whether another one must follow in this process. Raises StorageError and SetupError."""
+    """Run a node. Returns whether another node must follow in this process. Raises StorageError and SetupError."""
     from timeball import __version__
     from timeball.node.replicated_node import ReplicatedNode
 

@@ -44,7 +44,7 @@ def load_runner(*, with_spark: bool = True) -> ModuleType:
 def open_session(
     master: str | None, name: str, conf: Mapping[str, str] | None = None, log: Path | None = None
 ) -> SparkSession:
-    """Open a session with the data source `timeball`. SetupError when pyspark or Java is missing.
+    """Open a session with the data source `timeball`. SetupError if pyspark is missing, or Java or Spark cannot start.
 
     `master`: None for the master of spark-submit, or else a local one. `log`: the file for Spark's stderr. The default
     is a file without a name, which is deleted with the session.
@@ -71,7 +71,11 @@ def spark_session(options: SparkOptions, name: str) -> Iterator[SparkSession]:
 
 @contextmanager
 def _redirected_stderr(log: Path | None) -> Iterator[None]:
-    """Redirect stderr of the processes that the block starts into a file, and restore our own stderr after it."""
+    """Redirect stderr, also of the processes that the block starts, into a file, and restore our own after it.
+
+    Without `log`, the file has no name. A SetupError or Unavailable of the block gets the file's last line. With
+    TIMEBALL_DEBUG=1, nothing is redirected.
+    """
     if os.environ.get("TIMEBALL_DEBUG") == "1":
         yield
         return
@@ -88,7 +92,7 @@ def _redirected_stderr(log: Path | None) -> Iterator[None]:
 
 
 def _with_reason(error: TimeballError, descriptor: int) -> str:
-    """Append the last line of the file, if there is one, to the error's text."""
+    """Append the last line of the file, which is read from its last 4 KiB, to the error's text. "" is not appended."""
     size_bytes = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, 4_096, max(0, size_bytes - 4_096)).decode(errors="replace").split("\n")
     last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -97,7 +101,7 @@ def _with_reason(error: TimeballError, descriptor: int) -> str:
 
 @contextmanager
 def kill_children_on_failure() -> Iterator[None]:
-    """On Ctrl-C or a failure in the block, end the processes that it has started.
+    """On Ctrl-C or a failure in the block, kill the processes that it has started.
 
     The block starts a process. A JVM that is interrupted in the middle of its start may wait forever, and its caller
     does not yet have a handle to end it.

@@ -123,7 +123,7 @@ def sql(
 def describe(version: Version) -> str:
     """Format the version as one line."""
     moment = datetime.fromtimestamp(version.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return f"as of {moment[:-6]}Z: {_describe_versions(version)}"
+    return f"as of {moment.replace('+00:00', 'Z')}: {_describe_versions(version)}"
 
 
 def _describe_versions(version: Version) -> str:
@@ -178,6 +178,7 @@ def lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
 
 
 def _cell(value: Any) -> str:
+    """Format a value for a cell: a null is empty, control characters become dots, and a long text is cut."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else str(value)
@@ -186,7 +187,10 @@ def _cell(value: Any) -> str:
 
 
 def _read_query(query: str | None, file: Path | None) -> str | None:
-    """Read the text of the query. None when there is none."""
+    """Read the text of the query from the argument or from `file`. None when neither is given.
+
+    Raises BadParameter if both are given, and SetupError for a file that cannot be read.
+    """
     if file is None:
         return query
     if query is not None:
@@ -206,6 +210,7 @@ def _rows(reader: pa.RecordBatchReader) -> Iterator[list[Any]]:
 
 
 def _print_table(reader: pa.RecordBatchReader, limit_rows: int) -> None:
+    """Print at most `limit_rows` rows as aligned columns. A note says if there are more."""
     rows = list(itertools.islice(_rows(reader), limit_rows + 1))
     for line in lines(reader.schema.names, rows[:limit_rows]):
         print_line(line)
@@ -214,6 +219,7 @@ def _print_table(reader: pa.RecordBatchReader, limit_rows: int) -> None:
 
 
 def _print_csv(reader: pa.RecordBatchReader) -> None:
+    """Print all rows as CSV, below a line with the names of the columns."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(reader.schema.names)
     writer.writerows(_rows(reader))
@@ -271,7 +277,10 @@ class PendingCounts:
     level_rows: int = 0  # for RocketMQ's delay levels, which stay in the log until they are due
 
     def by(self, unit: BarWidth) -> dict[str, int]:
-        """Add up the counts by bar label, in time order. AUTO: the finest unit that gives at most BARS_MAX bars."""
+        """Add up the counts by bar label, in time order.
+
+        AUTO: the finest unit that gives at most BARS_MAX bars, or else a year.
+        """
         import numpy as np
 
         if unit is BarWidth.AUTO:
@@ -325,13 +334,16 @@ def pending(
 
 
 def count_waiting(endpoint: str) -> PendingCounts:
-    """Count all scheduled messages that are due after the broker's "now" and not cancelled."""
+    """Count all scheduled messages that are due after the broker's "now" and not cancelled.
+
+    Raises Unavailable if no broker answers.
+    """
     from timeball.spark.views.duckdb_session import SqlSession
 
     with SqlSession(endpoint, upcoming=True, bodies=False) as session:
         counts = PendingCounts(now_ms=session.version.now_ms)
         for row in session.run(BY_HOUR).rows.read_all().to_pylist():
             counts.hours[row["hour"]] = counts.hours.get(row["hour"], 0) + row["messages"]
-            field_name = f"{row['place']}_rows"
+            field_name = f"{row['place']}_rows"  # `place` is tail, table or level
             setattr(counts, field_name, getattr(counts, field_name) + row["messages"])
     return counts

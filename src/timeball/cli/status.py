@@ -174,12 +174,12 @@ def _conflicts(groups: list[str]) -> list[tuple[str, str]]:
     """Build the line about groups whose members have different subscriptions."""
     if not groups:
         return []
-    others = f" and {len(groups) - GROUPS_SHOWN_MAX:,} more" if len(groups) > GROUPS_SHOWN_MAX else ""
+    more = f" and {len(groups) - GROUPS_SHOWN_MAX:,} more" if len(groups) > GROUPS_SHOWN_MAX else ""
     names = ", ".join(groups[:GROUPS_SHOWN_MAX])
     return [
         (
             "WARNING",
-            f"members of {names}{others} have different subscriptions and lose messages: timeball groups",
+            f"members of {names}{more} have different subscriptions and lose messages: timeball groups",
         )
     ]
 
@@ -278,6 +278,7 @@ def topics(
 
 
 def _print_topics(rows: list[dict[str, object]], columns: list[str], *, as_json: bool) -> None:
+    """Print rows as a table with these columns, or each row as a JSON document. Without rows, print nothing."""
     if as_json:
         for row in rows:
             print_json(row)
@@ -504,6 +505,10 @@ def _select_names(names: list[str] | None, *, all_left: bool) -> list[str] | Non
 
 
 def _report(resolved: Resolved, outcome: str, *, as_json: bool) -> None:
+    """Print how many dead letters were resolved, and how many were not found. Exits with code 1 if any was not found.
+
+    `outcome`: the word for a resolution, such as "deleted".
+    """
     missing = resolved.found.count(False)
     lines = [f"{resolved.rows:,} {outcome}"] + ([f"{missing:,} not there any more"] if missing else [])
     show(resolved, lines, as_json=as_json)

@@ -47,8 +47,9 @@ def table(
       timeball table --json | jq '.tables[].files'
     """
     with advising(addresses_of(endpoint)):
-        tables = [describe(*read) for read in _read_tables(endpoint, table_uri)]
-    show({"tables": tables}, (line for one in tables for line in _lines(one)), as_json=as_json)
+        tables = [describe(*table_facts) for table_facts in _read_tables(endpoint, table_uri)]
+    lines = (line for document in tables for line in _lines(document))
+    show({"tables": tables}, lines, as_json=as_json)
 
 
 def _read_tables(
@@ -74,7 +75,10 @@ def _read_tables(
 def describe(
     group: str, version: int, files: list[Any], now_ms: int, raw_bytes: Callable[[str], int]
 ) -> dict[str, Any]:
-    """Describe the files of one version (table_store.TableFile) by bucket, and their merges."""
+    """Describe the files of one version (table_store.TableFile) by bucket, and their merges.
+
+    `raw_bytes` reads the size of a file without compression, by its path.
+    """
     from timeball.table import merging
     from timeball.table.attachment import FileEntry
 
@@ -112,6 +116,7 @@ def describe(
 
 
 def _totals(entries: list[Any]) -> dict[str, int]:
+    """Count files (FileEntry), and add up their rows and sizes."""
     return {
         "files": len(entries),
         "rows": sum(entry.rows for entry in entries),

@@ -46,7 +46,7 @@ PAUSE_S_MAX = 60.0
 STEADY_S = 60.0  # after a run of this length, the next pause is PAUSE_S_MIN again
 STOP_S = 20.0  # Spark's own shutdown takes about 1 s; after this time, the child is killed
 
-# (state, sentence); states: started, ended, given_up, stopped
+# (state, sentence); states: started, ended, given_up, stopped, ledger_only
 Say = Callable[[str, str], None]
 
 
@@ -80,6 +80,7 @@ def up(
     """
 
     def start_pipeline(node: Node) -> Callable[[], Awaitable[None]]:
+        """Start the pipeline as a client of `node`. Returns the function that ends it."""
         endpoint = local_endpoint(settings, node.port)
         jobs = pipeline_jobs(settings, archive=archive, no_spark=no_spark)
         command = pipeline_command(settings, endpoint, None if no_spark else spark, jobs)
@@ -147,7 +148,10 @@ def _make_reporter(as_json: bool) -> Say:
 
 
 class Supervisor:
-    """Keeps one child process running. `alone` ends the sentence "the broker …" about a broker without the child."""
+    """Keeps one child process running. `say` receives each change of its state.
+
+    `alone` ends the sentence "the broker …" about a broker without the child.
+    """
 
     def __init__(
         self, command: list[str], say: Say, clock: Clock | None = None, *, alone: str = "goes on"
@@ -181,7 +185,7 @@ class Supervisor:
         self._say("stopped", "the pipeline has stopped")
 
     async def stop(self) -> None:
-        """End the child with SIGTERM, and with SIGKILL after `STOP_S`. `run` returns after it."""
+        """End the child with SIGTERM, and with SIGKILL after `STOP_S`. Then `run` returns."""
         self._stopping.set()
         child = self._child
         if child is None or child.returncode is not None:
@@ -193,6 +197,7 @@ class Supervisor:
             _send_signal(child, signal.SIGKILL)
 
     async def _run_once(self) -> int:
+        """Start the child, and wait for its end. Returns its exit code, or a signal's number as a negative one."""
         # In a new session, so that Ctrl-C reaches this process only, which then ends the child before the broker. The
         # child writes to stderr, because stdout is for the broker's ready line and JSON documents.
         self._child = await asyncio.create_subprocess_exec(
@@ -202,6 +207,7 @@ class Supervisor:
         return await self._child.wait()
 
     async def _wait_or_stop(self, pause_s: float) -> None:
+        """Wait `pause_s` seconds, or until `stop` is called."""
         try:
             await asyncio.wait_for(self._stopping.wait(), pause_s)
         except TimeoutError:
@@ -209,6 +215,7 @@ class Supervisor:
 
 
 def _send_signal(child: asyncio.subprocess.Process, signal_number: signal.Signals) -> None:
+    """Send a signal to the child, unless it has ended."""
     try:
         child.send_signal(signal_number)
     except ProcessLookupError:
