@@ -239,9 +239,8 @@ class Attempts:
         failure: TimeballError | None = None
         for pause_s, may_retry in self.pauses():
             await self.pause(pause_s)
-            if (
-                failure is not None and self._patience_s is None
-            ):  # with `patience_s`, each attempt has all of the time
+            # With `patience_s`, each attempt has all of the time.
+            if failure is not None and self._patience_s is None:
                 remaining_s = (end_ns - self._clock.monotonic_ns()) / 1e9
                 if remaining_s <= 0:
                     raise failure

@@ -46,8 +46,8 @@ class Positions:
 
         They begin at the group's committed offset, or else at `start`. Raises NotFound if the topic does not exist.
         """
-        answer = dict[str, dict[int, QueueRange]]
-        ranges = self._columns.action("queues", wire.Queues(topic=self._topic), answer)["queues"]
+        answer_type = dict[str, dict[int, QueueRange]]
+        ranges = self._columns.action("queues", wire.Queues(topic=self._topic), answer_type)["queues"]
         if ranges.keys() <= self.next.keys():
             return
         committed = {}

@@ -170,10 +170,9 @@ class Consumer:
             by_member.setdefault((member.topic, member.group), []).append(message)
         for member_messages in by_member.values():
             member, _ = member_messages[0].lease
-            receipts = await member.extend(
-                [message.lease[1] for message in member_messages], lease_ms, counts=counts
-            )
-            for message, receipt in zip(member_messages, receipts, strict=True):
+            old_receipts = [receipt for _, receipt in (message.lease for message in member_messages)]
+            new_receipts = await member.extend(old_receipts, lease_ms, counts=counts)
+            for message, receipt in zip(member_messages, new_receipts, strict=True):
                 message.update_receipt(receipt)
         return [message.is_leased for message in messages]
 
@@ -335,6 +334,7 @@ class ConsumeLoop:
         return self._is_acknowledgement_due(now_ms) or now_ms - self._renewed_ms >= self._lease_ms // 2
 
     async def _acknowledge(self) -> None:
+        """Acknowledge the processed messages, and begin the interval until the next time."""
         if self._processed:
             await self._consumer.ack_async(self._processed)
             self._processed.clear()

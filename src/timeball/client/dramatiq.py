@@ -186,7 +186,10 @@ class LeasedMessages(Consumer):
         self._renew_ns = 0  # the next renewal: at once, because an earlier consumer may have leased messages
 
     def __next__(self) -> LeasedMessage | None:
-        """Return the next message. None if none came in time, or if it was not a message of Dramatiq."""
+        """Return the next message. None if none came in time, if no broker answers, or if it was none of Dramatiq's.
+
+        The last kind becomes a dead letter. Raises ConnectionClosed if that fails.
+        """
         try:
             self._renew()
             if not self._ready:
@@ -215,10 +218,13 @@ class LeasedMessages(Consumer):
             with self._changed:
                 held = list(self._held)
             self._ball._consumer.change(held, lease_ms, counts=True)
-            self._renew_ns = now_ns + lease_ms * 500_000
+            self._renew_ns = now_ns + lease_ms * 500_000  # half a lease
 
     def _receive(self) -> None:
-        """Lease messages until as many as may be prefetched are held. If they are, wait until an actor has finished."""
+        """Lease as many messages as may still be prefetched. While none may, wait until an actor has finished.
+
+        Returns without messages after the time of a wait. Raises Unavailable and OverLimit.
+        """
         with self._changed:
             self._changed.wait_for(lambda: len(self._held) < self._prefetch, self._wait.total_seconds())
             free, topic = self._prefetch - len(self._held), self._topic

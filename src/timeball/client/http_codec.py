@@ -512,5 +512,5 @@ def resolve_dead_letters(
         dealt = msgspec.json.decode(data, type=http_api.DealtMany)
         return Resolved(dealt.count, [each.verdict != "not_found" for each in dealt.results])
 
-    body = http_api.Resolving(handles, handles is None, after, rate, where)
+    body = http_api.Resolving(handles, all=handles is None, after=after, rate=rate, where=where)
     return _post(path("groups", group, "dead-letters", verb), body, decode)

@@ -142,7 +142,7 @@ class Connection:
 
     @property
     def is_reusable(self) -> bool:
-        """True if the last answer is complete, and the connection can be used again."""
+        """True if the last answer is complete, and the connection can be used again. Prepares it for a request then."""
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
         return self._http.our_state is h11.IDLE
@@ -239,6 +239,7 @@ class Connection:
             raise ConnectionResetError("the connection was closed before the answer")
 
     def _lost(self, error: Exception) -> Lost:
+        """Build the error of a call whose answer did not come, because of `error`."""
         reason = (
             "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
         )

@@ -57,9 +57,8 @@ class HttpSender:
             raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
         keys, outcomes, ids = SendKeys(if_settled, is_used=retry), Outcomes(collect=collect), list[str]()
         try:
-            for batch in _batches(
-                rows, topic, min(batch_rows or ROWS_MAX, ROWS_MAX), batch_rows or BATCH_ROWS
-            ):
+            list_rows = min(batch_rows or ROWS_MAX, ROWS_MAX)
+            for batch in _batches(rows, topic, list_rows=list_rows, rows_max=batch_rows or BATCH_ROWS):
                 first_row = outcomes.add_rows(len(batch))
                 ids += [message.id for message in batch]
                 try:
@@ -83,9 +82,11 @@ class HttpSender:
 
 
 def _batches(
-    rows: Iterable[Mapping[str, Any]], topic: str | None, list_rows: int, rows_max: int
+    rows: Iterable[Mapping[str, Any]], topic: str | None, *, list_rows: int, rows_max: int
 ) -> Iterator[list[Outgoing]]:
     """Yield batches of consecutive rows with one topic. A batch has at most BATCH_BYTES, or a single row.
+
+    `topic`: that of rows that name none. Raises InvalidMessage and InvalidDelay.
 
     A list of at most `list_rows` rows is one batch, if its topic and its size allow it. Batches of a longer list and of
     a generator, which may be slow, have at most `rows_max` rows.

@@ -54,8 +54,11 @@ class LoopStream(asyncio.Protocol):
 
     @property
     def is_readable(self) -> bool:
+        """See network.Stream. True also after `end_sending`, because the node closes the connection then.
+
+        A stream of another loop cannot be used, so it counts as closed.
+        """
         is_of_loop = self.loop is asyncio.get_running_loop()
-        # After `end_sending` the node will close the connection, so it counts as closed. A stream of another loop, too.
         return not is_of_loop or self._has_ended_sending or self._has_input or is_readable(self._socket, 0)
 
     async def send(self, data: bytes, timeout_s: float) -> None:
@@ -82,6 +85,7 @@ class LoopStream(asyncio.Protocol):
         return self._has_input or await self._wait(wait_s)
 
     def end_sending(self) -> bool:
+        """See network.Stream."""
         if self._is_over or not self._transport.can_write_eof():
             return False
         self._transport.write_eof()
@@ -96,6 +100,7 @@ class LoopStream(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
+        """See network.Stream. The transport of a closed loop can do nothing, so the socket is closed itself."""
         if self.loop.is_closed():
             self._socket.close()
         else:
@@ -135,6 +140,7 @@ class LoopStream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        """Keep bytes for `receive`. The node has to wait while they are more than BUFFER_BYTES."""
         self._received.append(data)
         self._received_bytes += len(data)
         if self._received_bytes > BUFFER_BYTES:
@@ -146,6 +152,7 @@ class LoopStream(asyncio.Protocol):
         self._notify()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """End the stream. `receive` raises `error` after the bytes that came before it."""
         self._is_over = True
         if error is not None:
             self._error = error if isinstance(error, OSError) else ConnectionResetError(str(error))

@@ -311,7 +311,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _shorten(reason: str) -> str:
-    """Cut a reason to the length that the broker keeps, and replace characters that JSON cannot represent.
+    """Cut a reason to as many characters as the broker keeps bytes. Replace characters that JSON cannot represent.
 
     The text of an exception may contain half of a surrogate pair.
     """

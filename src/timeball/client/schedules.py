@@ -72,12 +72,12 @@ class Schedules:
             OverLimit: There are too many schedules.
         """
         text, data = (body, None) if isinstance(body, str) else (None, body)
-        wanted = SchedulePut(
+        schedule_put = SchedulePut(
             rule=dict(rule), topic=topic, body=text, base64=data, tag=tag, keys=listed("keys", keys),
             properties=dict(properties or {}), catch_up=catch_up, catch_up_within=catch_up_within,
             overlap=overlap, group=group,
         )  # fmt: skip
-        return self._ask_schedule(Request("PUT", path("schedules", name), encode(wanted), JSON))
+        return self._ask_schedule(Request("PUT", path("schedules", name), encode(schedule_put), JSON))
 
     def get(self, name: str) -> Schedule:
         """Read a schedule and its progress."""
@@ -128,9 +128,9 @@ class Schedules:
             InvalidDelay: The rule or `after` is invalid.
         """
         start = msgspec.UNSET if after is None else due_ms(after, "after")
-        wanted = Previewing(rule=dict(rule), start=start, count=count)
+        previewing = Previewing(rule=dict(rule), start=start, count=count)
         return self._calls.ask_json(
-            Request("POST", path("preview"), encode(wanted), JSON), Times, lambda answer: answer.times
+            Request("POST", path("preview"), encode(previewing), JSON), Times, lambda answer: answer.times
         )
 
     def history(self, name: str) -> list[PastOccurrence]:

@@ -120,8 +120,8 @@ class Selections:
 
         `by` is the argument of `shift`, and `to_topic` that of `move`. The errors are those of `cancel`.
         """
-        wanted = _build_selecting(action, where, topics, start, to, shift=by, to_topic=to_topic)
-        request = Request("POST", path("selections", "dry-run"), encode(wanted), JSON)
+        selecting = _build_selecting(action, where, topics, start, to, shift=by, to_topic=to_topic)
+        request = Request("POST", path("selections", "dry-run"), encode(selecting), JSON)
         return self._calls.ask_json(request, DryRun, lambda answer: answer)
 
     def undo(self, id: str) -> Selection:
@@ -140,9 +140,9 @@ class Selections:
             Request("GET", path("selections")), SelectionList, lambda answer: answer.selections
         )
 
-    def _select(self, wanted: Selecting) -> Selection:
+    def _select(self, selecting: Selecting) -> Selection:
         """Ask for a selection. Not repeated after a lost answer: that would be a second selection."""
-        request = Request("POST", path("selections"), encode(wanted), JSON)
+        request = Request("POST", path("selections"), encode(selecting), JSON)
         return self._calls.ask_json(request, Selection, lambda answer: answer, is_repeatable=False)
 
 

@@ -161,7 +161,7 @@ class TestBroker:
         from timeball.node.node import Node
         from timeball.schedule.loaded import LoadBounds
 
-        files = None
+        files = None  # those of `data`, which the node opens itself
         if (folder := self._data) is None:
             folder = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
             files = RealFiles(folder, syncs=False)
@@ -213,7 +213,7 @@ class TestBroker:
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the broker's event loop. Returns its result. Raises SetupError if no broker runs."""
         if self._started is None:
-            coroutine.close()
+            coroutine.close()  # otherwise Python warns that it was never awaited
         self._node  # noqa: B018  # raises if the broker does not run
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -252,7 +252,7 @@ class TestBroker:
     def handle(self, topic: str, handler: Handler, *, group: str = GROUP) -> None:
         """Call `handler` for each message of a topic while the clock advances, in the thread of the test.
 
-        A handler that returns acknowledges the message. One that raises an exception gives it back: the message is
+        A handler that returns acknowledges the message. A handler that raises gives it back: the message is
         delivered again by the group's retry policy, and becomes a dead letter after its last attempt. `timeball.Retry`
         and `timeball.Dead` have the same effect as in the handler of a `Worker`. Other exceptions are logged.
         """
@@ -266,7 +266,7 @@ class TestBroker:
         first = len(self._released)
         delivered = self._run(self._advance_to_handler(target_ms))
         while delivered is not None:
-            failure = _failure_of(delivered)
+            failure = _run_handler(delivered)
             # A handler may have advanced the clock further.
             target_ms = max(target_ms, self.clock.now_ms)
             delivered = self._run(self._settle_and_advance(delivered.receipt, failure, target_ms))
@@ -375,7 +375,7 @@ class TestBroker:
         return matching[0]
 
 
-def _failure_of(delivered: _Delivered) -> Exception | None:
+def _run_handler(delivered: _Delivered) -> Exception | None:
     """Run the handler of a message. Returns the exception that it raised, or None. Logs all but Dead and Retry."""
     from timeball.client.worker import Dead, Retry
 

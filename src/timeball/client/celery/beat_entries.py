@@ -84,29 +84,30 @@ def read_entries(
 
 
 def store_entries(
-    schedules: Schedules, owner: str, wanted: list[BeatSchedule]
+    schedules: Schedules, owner: str, beat_schedules: list[BeatSchedule]
 ) -> tuple[list[str], list[str]]:
-    """Store the schedules `wanted`, and delete other schedules of the app `owner`, whose entries are gone.
+    """Store the schedules of the app `owner`, and delete its other schedules, whose entries are gone.
 
     Several processes may do this at the same time, because equal schedules change nothing. Returns the names of the
     schedules that were created or replaced, and of those that were deleted. Raises RequestError, before anything is
     stored, if a schedule of the same name belongs to another app.
     """
     owners = {each.name: each.properties.get(APP) for each in schedules.all()}
-    for each in wanted:
+    for each in beat_schedules:
         if owners.get(each.name, owner) != owner:
             raise RequestError(
                 f"entry {each.entry!r}: there is a schedule {each.name!r} that is none of this app; rename the entry"
             )
     changed = []
-    for each in wanted:
+    for each in beat_schedules:
         stored = schedules.put(
             each.name, each.rule, topic=each.topic, body=each.body, tag=each.tag, properties=each.properties,
             catch_up_within=each.catch_up_within,
         )  # fmt: skip
         if stored.outcome != "unchanged":
             changed.append(each.name)
-    deleted = sorted({name for name, app in owners.items() if app == owner} - {each.name for each in wanted})
+    own_names = {name for name, app in owners.items() if app == owner}
+    deleted = sorted(own_names - {each.name for each in beat_schedules})
     for name in deleted:
         with suppress(NotFound):  # another beat has deleted it
             schedules.delete(name)
@@ -121,15 +122,14 @@ class _TemplateChannel(TopicChannel):
 
     def __init__(self, connection: Transport, **options: Any) -> None:
         super().__init__(connection, **options)
-        self.kept: list[
-            tuple[str, str | None, dict[str, Any]]
-        ] = []  # topic, tag (None: that of the task), message
+        # Topic, tag (None: that of the task), and message.
+        self.kept_messages: list[tuple[str, str | None, dict[str, Any]]] = []
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **options: Any) -> None:
         """Keep a message, once for each topic that it would go to."""
         self._inplace_augment_message(message, exchange, routing_key)
         destinations = self._destinations(message, exchange, routing_key or "")
-        self.kept += [(topic, tag, message) for topic, tag in destinations]
+        self.kept_messages += [(topic, tag, message) for topic, tag in destinations]
 
 
 def _read_entry(
@@ -190,14 +190,14 @@ def _make_template(
         "task_id": "", "producer": Producer(channel, auto_declare=False),
         "ignore_result": True,  # otherwise the result backend is told of a task
     }  # fmt: skip
-    channel.kept.clear()
+    channel.kept_messages.clear()
     if task is None:
         app.send_task(entry.task, entry.args, entry.kwargs, **options)
     else:
         task.apply_async(entry.args, entry.kwargs, **options)
-    if len(channel.kept) != 1:
-        raise InvalidMessage(f"the task goes to {len(channel.kept)} queues; write an entry for each")
-    ((topic, tag, message),) = channel.kept
+    if len(channel.kept_messages) != 1:
+        raise InvalidMessage(f"the task goes to {len(channel.kept_messages)} queues; write an entry for each")
+    ((topic, tag, message),) = channel.kept_messages
     headers = message["headers"]
     if headers["expires"] is not None:
         raise InvalidMessage("expires in task_routes: write it into the options of the entry")
@@ -210,9 +210,9 @@ def _make_template(
         expires = expires.total_seconds()
     if expires is not None and not isinstance(expires, Real):
         raise InvalidMessage(f"expires {expires!r}: a number of seconds, or a time")
-    sent = message["properties"]
+    sent_properties = message["properties"]
     message["properties"] = {
-        **{key: value for key, value in sent.items() if key not in ("delivery_tag", messages.ID)},
+        **{key: value for key, value in sent_properties.items() if key not in ("delivery_tag", messages.ID)},
         "correlation_id": None, "reply_to": "",
     }  # fmt: skip
     return topic, tag, message, None if expires is None else float(expires)
@@ -334,8 +334,8 @@ def _interval_rule(beat: schedule) -> Rule:
         raise InvalidDelay(f"an interval of {every.total_seconds():g} s: the shortest of the broker is 1 s")
     if beat.relative and every >= _MINUTE:
         return _round_times(every, _zone(beat))
-    whole_s, rest = divmod(every, _SHORTEST)
-    return {"every": f"{whole_s}s" if not rest else f"{every // _MILLISECOND}ms"}
+    whole_s, fraction = divmod(every, _SHORTEST)
+    return {"every": f"{whole_s}s" if not fraction else f"{every // _MILLISECOND}ms"}
 
 
 def _round_times(every: timedelta, zone: str) -> Rule:

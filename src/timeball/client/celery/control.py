@@ -45,9 +45,9 @@ class Control(celery.app.control.Control):
             for verdict in verdicts:
                 if verdict.cancelled:
                     self._store_revoked(verdict.subject)
-        left = [verdict.subject for verdict in verdicts if not verdict.cancelled]
-        if left:
-            super().revoke(left, *arguments, **options)
+        remaining_ids = [verdict.subject for verdict in verdicts if not verdict.cancelled]
+        if remaining_ids:
+            super().revoke(remaining_ids, *arguments, **options)
         return verdicts
 
     def _store_revoked(self, task_id: str) -> None:

@@ -257,7 +257,10 @@ class Link:
         self._add_command(None)
 
     def close(self) -> None:
-        """Send the answers, give back all other messages, and end the thread. Takes at most some seconds."""
+        """Send the answers, give back all other messages, and end the thread.
+
+        Raises Unavailable if the thread does not do this within the time limit of a call and END_S.
+        """
         if self._thread is not None and not self.is_inherited:
             self._run_in_thread(self._finish)
             self._thread.join(END_S)
@@ -267,7 +270,10 @@ class Link:
                 bell.close()
 
     def _run_in_thread(self, command: Callable[[], None]) -> None:
-        """Run a command in the thread, and wait for its end. Raises its error, and Unavailable if it takes too long."""
+        """Run a command in the thread, and wait for its end. Raises its error, and Unavailable if it takes too long.
+
+        Does nothing in a child process after a fork, or if the link is closed.
+        """
         if self.is_inherited or self._is_closed:
             return
         done: Future[None] = Future()
@@ -443,9 +449,9 @@ class Link:
         """Stop receiving from a source, and collect the give-back of its messages as answers."""
         if source in self._sources:
             self._sources.remove(source)
-            left = [each for each in source.received if isinstance(each, Message)]
+            waiting = [each for each in source.received if isinstance(each, Message)]
             source.received.clear()
-            self._answers.extend(("give_back", message) for message in [*left, *source.close()])
+            self._answers.extend(("give_back", message) for message in [*waiting, *source.close()])
 
     def _finish(self) -> None:
         """End the sources, send the answers, and give back all other messages. Logs the error if that fails."""
@@ -463,37 +469,37 @@ class _Bell:
     """A byte in a socket, by which a thread wakes another one that waits in a poll."""
 
     def __init__(self) -> None:
-        self._ears, self._bell = socket.socketpair()
-        self._ears.setblocking(False)
-        self._bell.setblocking(False)
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
 
     @property
     def descriptor(self) -> int:
         """The file descriptor that is readable after `ring`."""
-        return self._ears.fileno()
+        return self._receiver.fileno()
 
     def ring(self) -> None:
         """Wake the other thread."""
         try:
-            self._bell.send(b"\0")
+            self._sender.send(b"\0")
         except OSError:
             pass  # it rings already, or is closed
 
     def silence(self) -> None:
         """Make the descriptor unreadable until the next `ring`."""
         try:
-            while self._ears.recv(4096):
+            while self._receiver.recv(4096):
                 pass
         except OSError:
-            pass
+            pass  # there are no more bytes, or the bell is closed
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a ring."""
         poll = select.poll()
-        poll.register(self._ears, select.POLLIN)
+        poll.register(self._receiver, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1000)
 
     def close(self) -> None:
         """Close both sockets."""
-        self._ears.close()
-        self._bell.close()
+        self._receiver.close()
+        self._sender.close()

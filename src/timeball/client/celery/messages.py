@@ -64,9 +64,9 @@ def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
             f"priority {properties['priority']}: Timeball has no priorities; leave it out, and send urgent tasks to a "
             "queue with workers of its own, as in apply_async(queue='urgent')"
         )
-    sent = {name: value for name, value in properties.items() if name != ID}
+    sent_properties = {name: value for name, value in properties.items() if name != ID}
     fields = {
-        "body": dumps({**message, "properties": sent}),
+        "body": dumps({**message, "properties": sent_properties}),
         "tag": _label(headers.get("task"), limits.TAG_BYTES_MAX),
         "keys": key_of(headers.get("id")),
         "message_id": properties.get(ID),

@@ -123,14 +123,16 @@ def _tasks(client: redis.Redis) -> Iterator[_Task]:
     queues = {queue for pairs in bindings.values() for _, queue in pairs}
     for key in sorted(_lists(client, queues)):
         queue = key.partition(SEPARATOR)[0]
-        passed = 0  # tasks that stay, counted from the end of the list: workers fetch there, producers add at the front
-        while chunk := client.lrange(key, -(passed + CHUNK), -(passed + 1)):
+        # The number of tasks that stay, at the end of the list: workers fetch there, producers add at the front.
+        stay_count = 0
+        while chunk := client.lrange(key, -(stay_count + CHUNK), -(stay_count + 1)):
             length_before = client.llen(key)
             for raw in reversed(chunk):
                 payload = _payload(raw)
                 if payload is not None:
                     yield _Task(queue, payload, partial(_remove_listed, client, key, raw))
-            passed += len(chunk) - (length_before - client.llen(key))  # without those that the caller removed
+            removed_count = length_before - client.llen(key)  # by the caller
+            stay_count += len(chunk) - removed_count
     for tag, raw in list(client.hscan_iter(UNACKED)):
         payload, exchange, routing_key = loads(raw)
         for queue in _destinations(bindings, exchange, routing_key):
@@ -182,7 +184,10 @@ def _lists(client: redis.Redis, queues: set[str]) -> set[str]:
 
 
 def _destinations(bindings: dict[str, list[tuple[str, str]]], exchange: str, routing_key: str) -> list[str]:
-    """Find the queue of a task that a worker has fetched: the first one bound by its routing key, or named as it."""
+    """Find the queue of a task that a worker has fetched. Returns it in a list.
+
+    It is the first queue that is bound by the routing key. If there is none, it has the routing key as its name.
+    """
     if not exchange:
         return [routing_key]
     queues = [queue for key, queue in bindings.get(exchange, []) if key == routing_key]

@@ -27,7 +27,7 @@ RETRY_S = 1.0
 class TimeballScheduler(Scheduler):
     """A scheduler of celery beat. Entries of the configuration become schedules in the broker."""
 
-    _stored: Any = None
+    _stored: Any = None  # a copy of the entries that were stored last
 
     def setup_schedule(self) -> None:
         """Read the entries of the configuration. Nothing is stored yet."""

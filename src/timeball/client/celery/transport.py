@@ -243,13 +243,14 @@ class Transport(virtual.Transport):
         settings = client.transport_options
         self._lease_ms = settings.get("lease_ms", LEASE_MS)
         timeout_ms = settings.get("timeout_ms", TIMEOUT_MS)
-        endpoint, keys = _endpoint_of(client), (client.userid, client.password)
-        tls_roots = _tls_roots(client.ssl)
+        endpoint, tls_roots = _endpoint_of(client), _tls_roots(client.ssl)
+        access_key, secret_key = client.userid, client.password
         self._endpoint = endpoint
         self._ball = Timeball(
-            endpoint, timeout_ms=timeout_ms, access_key=keys[0], secret_key=keys[1], tls_roots=tls_roots
+            endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
         )
-        self.link = Link(HttpCalls(endpoint, timeout_ms, credentials(*keys, tls_roots)), self._lease_ms)
+        who = credentials(access_key, secret_key, tls_roots)
+        self.link = Link(HttpCalls(endpoint, timeout_ms, who), self._lease_ms)
         self._prefix = messages.topic_prefix(client.virtual_host or "")
         self.is_temporary: dict[str, bool] = {}  # by declared queue
         self._sources: dict[str, list[Source]] = {}  # by queue
@@ -484,10 +485,10 @@ class Transport(virtual.Transport):
             self.link.bell.silence()
             if self._hand_over(1):
                 return
-            left_s = FULL_S if give_up_s is None else give_up_s - self._now_s()
-            if left_s <= 0:
+            remaining_s = FULL_S if give_up_s is None else give_up_s - self._now_s()
+            if remaining_s <= 0:
                 raise TimeoutError
-            self.link.bell.wait(min(left_s, FULL_S))
+            self.link.bell.wait(min(remaining_s, FULL_S))
             self._check_places()
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:

@@ -156,5 +156,5 @@ def run(workers: Sequence[Worker]) -> None:
         wait(runs, return_when=FIRST_COMPLETED)
         for worker in workers:
             worker.stop()
-    for ended in runs:
-        ended.result()
+    for worker_run in runs:
+        worker_run.result()  # raises the error of the worker
