@@ -1,4 +1,4 @@
-"""An answer without a broker: two topics at nine, an extra load at ten."""
+"""Forecasts without a broker: two topics at 9:00, and an extra load at 10:00."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ NO_EXTRA = Extra()
 
 
 def counted(due: Due = (None, None), *, is_whole: bool = True, came: int | None = None) -> CountedLoad:
-    """A hundred orders in the second of nine, and ten mails an hour later. `came` orders arrive before ten."""
+    """Build the load of 100 orders in the second of 9:00, and ten mails from 10:00 on, one a second.
+
+    `came`: the number of orders that were released until 10 s before 10:00. None: they were not counted.
+    """
     due_ms = np.concatenate([NINE_MS + np.arange(100), TEN_MS + 1_000 * np.arange(10)])
     load = from_due_ms(due_ms, pa.array(["orders"] * 100 + ["mail"] * 10))
     since = None
@@ -28,9 +31,11 @@ def counted(due: Due = (None, None), *, is_whole: bool = True, came: int | None 
 
 
 def asked(**more: object) -> Request:
+    """Build a request: bars by hour, two peaks, by topic, unless `more` says otherwise."""
     options = {"by": "hour", "peaks": 2, "by_topic": True, "topics": [], "rates": {}, **more}
     return Request(**options)  # type: ignore[arg-type]
 
 
 def answered(extra: Extra = NO_EXTRA, **more: object) -> Answer:
+    """Build the answer for the load of `counted`."""
     return answer(counted(), asked(**more), extra)

@@ -39,12 +39,13 @@ def run_here(*arguments: str, text: str | bytes = "", **more: str) -> subprocess
 
 @contextmanager
 def _stdin(text: str | bytes) -> Iterator[None]:
-    own = sys.stdin
+    """Give the block a stdin with this content."""
+    stdin_before = sys.stdin
     sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode() if isinstance(text, str) else text))
     try:
         yield
     finally:
-        sys.stdin = own
+        sys.stdin = stdin_before
 
 
 @contextmanager

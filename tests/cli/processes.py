@@ -22,13 +22,13 @@ COMMAND = [sys.executable, "-m", "timeball"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without variables that change a command, with the tested package first in the path."""
+    """Build the environment of a command: this process's, without Timeball's variables, and with free ports."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join([str(SRC), kept.get("PYTHONPATH", "")]),
         "COLUMNS": "100",
-        # Many brokers at a time, none of them at RocketMQ's own ports.
+        # Many brokers run at a time, so none listens on RocketMQ's own ports.
         "TIMEBALL_NAME_SERVER_PORT": "0",
         "TIMEBALL_REMOTING_PORT": "0",
         "TIMEBALL_GRPC_PORT": "0",
@@ -38,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def timeball(*arguments: str, text: str = "", **more: str) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+    """Run one command to its end. `text` is its stdin, and `more` is added to its environment."""
     return subprocess.run(
         [*COMMAND, *arguments],
         input=text,
@@ -54,7 +54,7 @@ class Running:
     """A running command: its JSON lines so far, and its end."""
 
     def __init__(self, *arguments: str, command: list[str] | None = None, **more: str) -> None:
-        """`command`: the program instead of `timeball` and its arguments."""
+        """Start a command. `command`: the program to run in place of `timeball` and its arguments."""
         self._process = subprocess.Popen(
             command or [*COMMAND, *arguments],
             stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ class Running:
             return next((line for line in self.lines if wanted.items() <= line.items()), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: find() or self._ended(), BOUND_S)
+            self._changed.wait_for(lambda: find() or self._has_ended(), BOUND_S)
             found = find()
         assert found is not None, f"no line with {wanted}: {self.lines} {self.errors}"
         return found
@@ -110,10 +110,11 @@ class Running:
                 if stream is not None:
                     stream.close()
 
-    def _ended(self) -> bool:
-        return not self._threads[0].is_alive()
+    def _has_ended(self) -> bool:
+        return not self._threads[0].is_alive()  # the thread reads stdout to its end
 
     def _read(self) -> None:
+        """Read the JSON lines of stdout, and wake `wait_line` after each line and at the end. Runs in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with self._changed:
@@ -123,6 +124,7 @@ class Running:
             self._changed.notify_all()
 
     def _read_errors(self) -> None:
+        """Read the lines of stderr. Runs in a thread."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.errors.append(line.rstrip())
@@ -130,7 +132,7 @@ class Running:
 
 @contextmanager
 def running(*arguments: str, command: list[str] | None = None, **more: str) -> Iterator[Running]:
-    """Run a command during a block."""
+    """Run a command during a block, and end it after the block."""
     process = Running(*arguments, command=command, **more)
     try:
         yield process
@@ -140,17 +142,17 @@ def running(*arguments: str, command: list[str] | None = None, **more: str) -> I
 
 @contextmanager
 def serving(data: Path, *options: str) -> Iterator[dict[str, Any]]:
-    """A broker; yields its ready line."""
+    """Run a broker during a block. Yields its ready line."""
     with running("serve", "--json", "--port", "0", "--data", str(data), *options) as server:
         yield server.wait_line(event="ready")
 
 
 def http_endpoint_of(ready: Mapping[str, Any]) -> str:
-    """The HTTP address in a broker's ready line."""
+    """Return the HTTP address in a broker's ready line."""
     scheme = "https" if ready["endpoint"].startswith("grpc+tls") else "http"
     return f"{scheme}://{ready['http']}"
 
 
 def client_of(ready: Mapping[str, Any]) -> Timeball:
-    """A client with columns of the broker that has printed this ready line."""
+    """Connect a client with columns to the broker that has printed this ready line."""
     return Timeball(http_endpoint_of(ready), flight=ready["endpoint"])

@@ -25,20 +25,21 @@ EDGES = [name.replace("_", "-") for name in PORTS]
 
 
 def blocks_of_ports(nodes: int, groups: int) -> list[dict[str, int]]:
-    """Return ports for each node so that the ports of its other groups are free, too, as far as a look can tell."""
+    """Find ports for each node, so that the ports of its other groups are free at this time, too."""
     edges = [*EDGES, "name-server-port"]
     while True:
         ports = free_ports(len(edges) * nodes)
-        taken = {port + index * PORTS_APART for port in ports for index in range(groups)}
-        if len(taken) == len(ports) * groups and all(map(is_free, taken)):
+        all_ports = {port + index * PORTS_APART for port in ports for index in range(groups)}
+        if len(all_ports) == len(ports) * groups and all(map(is_free, all_ports)):
             starts = range(0, len(ports), len(edges))
             return [dict(zip(edges, ports[at : at + len(edges)], strict=True)) for at in starts]
 
 
 def is_free(port: int) -> bool:
-    with socket.socket() as one:
+    """Check whether no process listens on a port."""
+    with socket.socket() as probe:
         try:
-            one.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             return False
     return True
@@ -69,6 +70,7 @@ class Supervised:
         return self._log.read_text()
 
     def wait(self, found: Callable[[], T]) -> T:
+        """Wait until `found` returns something, and return it. Fails if the process ends or the time is over."""
         until_s = time.monotonic() + BOUND_S
         while not (value := found()):
             assert self.process.poll() is None and time.monotonic() < until_s, self.text
@@ -76,7 +78,7 @@ class Supervised:
         return value
 
     def end(self) -> int:
-        """End it and its processes by SIGTERM, and return the code. Kills it if it does not end."""
+        """End the supervisor and its processes by SIGTERM, and return its exit code. Kills it if it does not end."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(BOUND_S)
@@ -85,7 +87,7 @@ class Supervised:
             raise
 
     def kill(self) -> None:
-        """End it and its processes as a power cut would."""
+        """Kill the supervisor and its processes, which ends them as a power cut would."""
         processes = [
             *psutil.Process(self.process.pid).children(recursive=True),
             psutil.Process(self.process.pid),
@@ -96,7 +98,7 @@ class Supervised:
 
 
 def run_cluster(etcd: list[str], *words: str) -> str:
-    """Run a command of `timeball cluster`; return what it printed."""
+    """Run a command of `timeball cluster`, and return its output."""
     ran = run_here("cluster", words[0], "--cluster", CLUSTER, "--etcd", ",".join(etcd), *words[1:])
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -48,20 +48,21 @@ def test_a_benchmark_that_runs_only_by_name_is_left_out_without_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Benchmarks with ONLY_BY_NAME take long, or need other programs."""
-    run: list[str] = []
+    names_run: list[str] = []
 
     def fake(name: str, **more: object) -> ModuleType:
-        made = ModuleType(name, "A benchmark.")
-        made.run = lambda small: run.append(name) or Report(name, small)  # type: ignore[attr-defined,func-returns-value]
-        made.__dict__.update(more)
-        return made
+        """Build a benchmark module that only notes its run."""
+        module = ModuleType(name, "A benchmark.")
+        module.run = lambda small: names_run.append(name) or Report(name, small)  # type: ignore[attr-defined,func-returns-value]
+        module.__dict__.update(more)
+        return module
 
     monkeypatch.setattr(
         bench, "_import_benchmarks", lambda: {"short": fake("short"), "long": fake("long", ONLY_BY_NAME=True)}
     )
     bench.bench(None, bench.Size.SMALL, listing=False, as_json=False)
     bench.bench(["long"], bench.Size.SMALL, listing=False, as_json=False)
-    assert run == ["short", "long"]
+    assert names_run == ["short", "long"]
 
 
 def test_an_unknown_benchmark_is_refused_with_the_list_of_all() -> None:
@@ -82,6 +83,6 @@ def test_without_a_checkout_benchmarks_are_a_set_up_error(
 
 
 def test_the_limits_of_a_benchmark_are_one_line() -> None:
-    assert {name: bench._limits(module)[:20] for name, module in bench._import_benchmarks().items()}["burst"]
-    burst = bench._limits(bench._import_benchmarks()["burst"])
+    limits = {name: bench._limits(module) for name, module in bench._import_benchmarks().items()}
+    burst = limits["burst"]
     assert burst.startswith("consumers (none is pulling)") and "\n" not in burst

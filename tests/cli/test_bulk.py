@@ -1,4 +1,4 @@
-"""`timeball bulk`: input, refusals and output. tests/spark/jobs/test_bulk.py tests the job itself."""
+"""`timeball bulk` and `timeball campaign`: input, refusals and output. tests/spark/jobs/test_bulk.py tests the job."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
 
 def report(**more: object) -> BulkReport:
+    """Build the report of a bulk write: 30 messages due at 0:00, 70 at 1:00, and 5 rejects. `more` replaces fields."""
     load = Load(topic=np.zeros(2, np.int64), second=np.array([0, 3_600]), rows=np.array([30, 70]), width_s=60)
-    given = {
+    fields = {
         "campaign": "spring",
         "dry_run": False,
         "repeated": False,
@@ -46,7 +47,7 @@ def report(**more: object) -> BulkReport:
         "seconds": 0.5,
         "load": load,
     }
-    return BulkReport(**{**given, **more})
+    return BulkReport(**{**fields, **more})
 
 
 def test_a_report_for_people_and_for_programs() -> None:
@@ -62,15 +63,15 @@ def test_a_report_for_people_and_for_programs() -> None:
         "scheduled 100 messages in 0.5 s (200/s), 2.9 KiB in 2 files, 1.50 bytes a byte of payload",
         "campaign spring",
     ]
-    told = document(report())
-    assert (told["rows_per_s"], told["amplification"], told["by"]) == (200, 1.5, "minute")
-    assert told["due"] == {"1970-01-01T00:00": 30, "1970-01-01T01:00": 70}
-    json.dumps(told)
+    fields = document(report())
+    assert (fields["rows_per_s"], fields["amplification"], fields["by"]) == (200, 1.5, "minute")
+    assert fields["due"] == {"1970-01-01T00:00": 30, "1970-01-01T01:00": 70}
+    json.dumps(fields)
 
 
-def test_a_dry_run_and_a_repeat_say_so() -> None:
-    dry = list(describe_report(report(dry_run=True, files=0, written_bytes=0, rejects_uri=None)))
-    assert dry[-2:] == [
+def test_the_report_of_a_dry_run_and_of_a_repeat_differ() -> None:
+    dry_run = list(describe_report(report(dry_run=True, files=0, written_bytes=0, rejects_uri=None)))
+    assert dry_run[-2:] == [
         "would be rejected: 5, body: missing",
         "would schedule 100 messages, 2.0 KiB of payload",
     ]
@@ -85,9 +86,9 @@ def test_the_format_follows_from_the_file_name_or_is_refused(tmp_path: Path) -> 
     assert choose_format(["/a/b.txt"], Format.JSON) is Format.JSON
     (tmp_path / "part-0.jsonl").write_text("{}")
     assert choose_format([str(tmp_path)], None) is Format.JSON
-    for places, wanted in (([], None), (["/a/b.txt"], None), (["/a.csv"], Format.JDBC)):
+    for uris, requested in (([], None), (["/a/b.txt"], None), (["/a.csv"], Format.JDBC)):
         with pytest.raises(RequestError):
-            choose_format(places, wanted)
+            choose_format(uris, requested)
 
 
 def test_a_relative_path_becomes_absolute_and_a_uri_stays(
@@ -102,27 +103,33 @@ def test_a_relative_path_becomes_absolute_and_a_uri_stays(
         absolute_uri("b.csv")
 
 
-def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> None:
+def test_the_campaign_id_changes_with_each_file_and_option(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("x")
 
     def id_of(
         *files: str, format_: Format = Format.CSV, options: tuple[str, ...] = (), **meaning: str
     ) -> str:
+        """Derive the id of a campaign. `meaning`: the mapping of the columns."""
         return campaign_id(build_source(files or [str(file)], format_, options), meaning)
 
     first = id_of()
     assert first == id_of()
     assert id_of(str(tmp_path / "*.csv")) == id_of(str(tmp_path / "*.csv"))
-    others = {id_of(format_=Format.JSON), id_of(options=("sep=;",)), id_of(topic="u"), id_of(str(tmp_path))}
+    different_ids = {
+        id_of(format_=Format.JSON),
+        id_of(options=("sep=;",)),
+        id_of(topic="u"),
+        id_of(str(tmp_path)),
+    }
     pattern = id_of(str(tmp_path / "*.csv"))
     file.write_text("xy")
-    others |= {id_of(), pattern, id_of(str(tmp_path / "*.csv"))}
-    assert len(others | {first}) == 8
+    different_ids |= {id_of(), pattern, id_of(str(tmp_path / "*.csv"))}
+    assert len(different_ids | {first}) == 8
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "text"),
     [
         (["a.csv", "--topic", "t"], "a.csv: no such file or folder"),
         (["s3://b/a.csv"], "exactly one of --topic and --topic-column"),
@@ -138,13 +145,13 @@ def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> Non
         (["s3://b/a.csv", "--topic", "t", "--conf", "=1"], "--conf =1: write NAME=VALUE"),
     ],
 )
-def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
+def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], text: str) -> None:
     refused = run_here("bulk", *arguments, "--endpoint", NO_FLIGHT, "--master", "spark://127.0.0.1:1")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert named in refused.stderr
+    assert text in refused.stderr
 
 
-def test_without_a_broker_a_load_ends_before_spark_starts() -> None:
+def test_without_a_broker_a_bulk_write_ends_before_spark_starts() -> None:
     assert_says_how_to_reach_one(
         run_here("bulk", "s3://b/a.csv", "--topic", "t", "--endpoint", NO_FLIGHT, "--master", "spark://a:1"),
         NO_FLIGHT,
@@ -154,8 +161,8 @@ def test_without_a_broker_a_load_ends_before_spark_starts() -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
-    """The steps of a user: dry run, schedule, repeat, status, pause, resume, cancel. Three bulks use two JVMs."""
+def test_a_csv_file_is_tried_scheduled_repeated_paused_resumed_and_cancelled(tmp_path: Path) -> None:
+    """The steps of a user. The three bulk commands use two JVMs."""
     with running_node(tmp_path / "data", compact_rows=0) as node, node.client() as ball:
         due_ms = ball.status()["now_ms"] // DAY_MS * DAY_MS + 30 * DAY_MS
         days = np.datetime_as_string(
@@ -167,59 +174,61 @@ def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
         common = ["--topic", "mail", "--due-column", "when", "--body-json", "--zone", "UTC", "--key-column"]
         common += ["number", "--endpoint", node.endpoint]
 
-        dry = run_here("bulk", str(file), *common, "--dry-run")
-        assert dry.returncode == 1, dry.stderr
-        assert "would schedule 50 messages" in dry.stdout and "would be rejected: 1, due:" in dry.stdout
+        dry_run = run_here("bulk", str(file), *common, "--dry_run-run")
+        assert dry_run.returncode == 1, dry_run.stderr
+        assert (
+            "would schedule 50 messages" in dry_run.stdout and "would be rejected: 1, due:" in dry_run.stdout
+        )
         done = run_here("bulk", str(file), *common, "--json")
         assert done.returncode == 1, done.stderr
-        told = json.loads(done.stdout)
-        assert (told["rows"], told["rejected"], sum(told["due"].values())) == (50, 1, 50)
-        assert Path(told["rejects_uri"]).is_dir()
+        report = json.loads(done.stdout)
+        assert (report["rows"], report["rejected"], sum(report["due"].values())) == (50, 1, 50)
+        assert Path(report["rejects_uri"]).is_dir()
         again = run_here("bulk", str(file), *common)
         assert "was scheduled before: 50 messages; nothing is changed" in again.stdout, again.stderr
         assert ball.status()["schedule"]["table_rows"] == 50
 
-        ours = [told["campaign"], "--json", "--endpoint", node.endpoint]
-        assert json.loads(run_here("campaign", "pause", *ours).stdout)["held"] == 50
-        assert json.loads(run_here("campaign", "resume", *ours).stdout)["rows"] == 50
-        assert json.loads(run_here("campaign", "cancel", *ours).stdout)["cancelled"] == 50
+        of_campaign = [report["campaign"], "--json", "--endpoint", node.endpoint]
+        assert json.loads(run_here("campaign", "pause", *of_campaign).stdout)["held"] == 50
+        assert json.loads(run_here("campaign", "resume", *of_campaign).stdout)["rows"] == 50
+        assert json.loads(run_here("campaign", "cancel", *of_campaign).stdout)["cancelled"] == 50
 
 
 COMMANDS = ("status", "pause", "resume", "cancel")
 
 
 def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
-    """Without Java: nothing of Spark is imported."""
+    """Nothing of Spark is imported, so no Java is needed."""
     with running_node(tmp_path / "data", compact_rows=0) as node:
 
-        def say(*arguments: str) -> str:
+        def run_campaign(*arguments: str) -> str:
             done = run_here("campaign", *arguments, "--endpoint", node.endpoint)
             assert done.returncode == 0, done.stderr
             return done.stdout
 
-        assert say("list") == "no campaigns yet: create one with timeball bulk\n"
-        assert say("list", "--json") == ""
+        assert run_campaign("list") == "no campaigns yet: create one with timeball bulk\n"
+        assert run_campaign("list", "--json") == ""
         attach(campaign_of(node), 20)
-        assert say("list").startswith("spring  running  20 messages, of ")
-        shown = say("status", "spring").splitlines()
+        assert run_campaign("list").startswith("spring  running  20 messages, of ")
+        shown = run_campaign("status", "spring").splitlines()
         assert shown[:2] == [
             "spring: running, 0 % of 20 messages",
             "released 0 + cancelled 0 + waiting 20 + held 0",
         ]
         assert shown[2].startswith("next at ")
-        assert say("pause", "spring") == "spring: paused, 20 messages are held\n"
-        assert say("pause", "spring") == "spring: was already paused, 20 messages are held\n"
+        assert run_campaign("pause", "spring") == "spring: paused, 20 messages are held\n"
+        assert run_campaign("pause", "spring") == "spring: was already paused, 20 messages are held\n"
         forecast = run_here("forecast", "--endpoint", node.endpoint).stdout
         assert "20 more are held by paused campaigns, and are not counted: spring" in forecast
-        assert json.loads(say("list", "--json"))["state"] == "paused"
-        assert "20 messages wait again, each " in say("resume", "spring", "--shift")
-        assert say("resume", "spring") == "spring: nothing is held\n"
-        progress = json.loads(say("status", "spring", "--json"))
+        assert json.loads(run_campaign("list", "--json"))["state"] == "paused"
+        assert "20 messages wait again, each " in run_campaign("resume", "spring", "--shift")
+        assert run_campaign("resume", "spring") == "spring: nothing is held\n"
+        progress = json.loads(run_campaign("status", "spring", "--json"))
         assert (progress["rows"], progress["waiting"], progress["held"]) == (20, 20, 0)
-        ended = "spring: 20 of 20 messages are cancelled, {} of them now; 0 were released\n"
-        assert say("cancel", "spring") == ended.format(20)
-        assert say("cancel", "spring") == ended.format(0)
-        assert json.loads(say("cancel", "spring", "--json")) == {
+        line = "spring: 20 of 20 messages are cancelled, {} of them now; 0 were released\n"
+        assert run_campaign("cancel", "spring") == line.format(20)
+        assert run_campaign("cancel", "spring") == line.format(0)
+        assert json.loads(run_campaign("cancel", "spring", "--json")) == {
             "campaign": "spring",
             "rows": 20,
             "newly": 0,
@@ -247,14 +256,14 @@ def test_without_a_broker_each_campaign_command_gives_advice(command: str) -> No
     assert f"timeball campaign {command}" in run_here("campaign", command, "--help").stdout
 
 
-def test_a_list_names_the_groups(tmp_path: Path) -> None:
+def test_campaigns_of_several_groups_are_listed_by_group_and_paused_together(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         groups.add()
         for node in (groups.one, groups.other):
             attach(campaign_of(node), 20)
         shown = run_here("campaign", "list", "--endpoint", groups.endpoint).stdout.splitlines()
         assert [line.rpartition(", ")[2] for line in shown] == ["in group g1", "in group g2"]
-        listed = run_here("campaign", "list", "--json", "--endpoint", f"{groups.endpoint}#g2").stdout
-        assert json.loads(listed)["rows"] == 20
+        of_g2 = run_here("campaign", "list", "--json", "--endpoint", f"{groups.endpoint}#g2").stdout
+        assert json.loads(of_g2)["rows"] == 20
         paused = run_here("campaign", "pause", "spring", "--endpoint", groups.endpoint).stdout
         assert paused == "spring: paused, 40 messages are held\n"

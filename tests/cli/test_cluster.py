@@ -32,6 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def start(cluster: Cluster, name: str) -> None:
+    """Start the process of another node."""
     cluster.nodes[name] = NodeProcess(name, cluster.folder, cluster.etcd.endpoints)
     cluster.nodes[name].start()
 
@@ -45,6 +46,7 @@ def command(cluster: Cluster, *arguments: str, code: int = 0) -> dict[str, objec
 
 
 def get(node: NodeProcess, path: str) -> tuple[int, str]:
+    """Return the status and the text of an HTTP answer of a node."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{node.ports['http-port']}{path}") as answer:
             return answer.status, answer.read().decode()
@@ -52,7 +54,7 @@ def get(node: NodeProcess, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def shown(cluster: Cluster) -> dict[str, object]:
+def read_status(cluster: Cluster) -> dict[str, object]:
     """Return the group as `status` shows it, whatever its exit code."""
     etcd = ",".join(cluster.etcd.endpoints)
     return dict(
@@ -62,12 +64,15 @@ def shown(cluster: Cluster) -> dict[str, object]:
 
 def without_problems(cluster: Cluster) -> dict[str, object]:
     """Wait until `status` reports no problem."""
-    found = cluster.wait("no problem", lambda: group if not (group := shown(cluster))["problems"] else None)
-    assert isinstance(found, dict)
-    return found
+    status = cluster.wait(
+        "no problem", lambda: group if not (group := read_status(cluster))["problems"] else None
+    )
+    assert isinstance(status, dict)
+    return status
 
 
 def nodes_of(document: dict[str, object]) -> list[str]:
+    """Return the names of the nodes of the group's replicas."""
     replicas = document["replicas"]
     assert isinstance(replicas, list)
     return [replica.partition("/")[0] for replica in replicas]
@@ -105,15 +110,15 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     assert (done["leader"], done["epoch"], done["changed"]) == (second.name, epoch + 1, True)
     assert cluster.leader(epoch) is second
 
-    # Another replica in the place of one.
+    # A node is added, and another one, which has failed, is removed.
     start(cluster, "d")
     cluster.wait("d has reported", lambda: "d" in cluster.ask("reports"))  # type: ignore[operator]
     assert nodes_of(command(cluster, "add-replica", "d", "--wait", "30s")) == ["a", "b", "c", "d"]
     assert not command(cluster, "add-replica", "d")["changed"]
     third = others[1]
     third.kill()
-    left = command(cluster, "remove-replica", third.name)
-    assert third.name not in nodes_of(left)
+    after_removal = command(cluster, "remove-replica", third.name)
+    assert third.name not in nodes_of(after_removal)
     without_problems(cluster)
 
     # Two of three machines are gone for good.
@@ -125,13 +130,13 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     assert last.name == "d"
     with last.client() as ball:
         assert ball.status()["waiting_messages"] == 1
-    assert shown(cluster)["problems"] == [
+    assert read_status(cluster)["problems"] == [
         "replicas: 1; with fewer than three the loss of one stops the group"
     ]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "text"),
     [
         (["status"], 4, "name the cluster"),
         (["status", "--cluster", "x"], 4, "--etcd"),
@@ -140,6 +145,8 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
         (["init", "--cluster", "x", "--etcd", "http://127.0.0.1:1"], 2, "--nodes"),
     ],
 )
-def test_missing_packages_are_named(arguments: list[str], code: int, says: str) -> None:
+def test_missing_options_and_an_unreachable_etcd_are_errors(
+    arguments: list[str], code: int, text: str
+) -> None:
     ran = run_here("cluster", *arguments)
-    assert (ran.returncode, ran.stdout) == (code, "") and says in ran.stderr
+    assert (ran.returncode, ran.stdout) == (code, "") and text in ran.stderr

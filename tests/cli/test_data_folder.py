@@ -32,11 +32,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def copy(data: Path, tmp_path: Path) -> Path:
+    """A copy of the folder, which a test may change."""
     return shutil.copytree(data, tmp_path / "copy")
 
 
 def state(folder: Path) -> dict[str, tuple[str, int]]:
-    """Content and time of change of every file."""
+    """Return the hash of the content and the time of change of every file."""
     return {
         str(path.relative_to(folder)): (
             hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -48,18 +49,20 @@ def state(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def documents(folder: Path, *options: str, code: int = 0) -> list[dict[str, Any]]:
+    """Run `timeball dump --json`, which must end with `code`, and return the documents that it prints."""
     ended = run_here("dump", "--data", str(folder), "--json", *options)
     assert ended.returncode == code, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def flip(file: Path, at: int) -> None:
+    """Flip all bits of the byte at this position of a file."""
     content = bytearray(file.read_bytes())
     content[at] ^= 0xFF
     file.write_bytes(bytes(content))
 
 
-def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
+def test_the_summary_counts_all_rows_and_a_dump_changes_no_file(data: Path) -> None:
     before = state(data)
     [report] = documents(data, "--verify")
     [segment, *spares] = report["segments"]
@@ -68,7 +71,7 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
     assert (segment["first_seq"], segment["next_seq"]) == (1, 10)
     assert all(spare["state"] == "spare" for spare in spares)
     assert (report["checkpoint"]["seq"], report["checkpoint"]["settled_rows"]) == (10, 1)
-    lengths = [(q["topic"], q["queue_id"], q["max_offset"]) for q in report["queues"]]
+    lengths = [(queue["topic"], queue["queue_id"], queue["max_offset"]) for queue in report["queues"]]
     assert sorted(lengths) in ([("orders", 0, 3), ("orders", 1, 2)], [("orders", 0, 2), ("orders", 1, 3)])
     assert (report["damage"], report["torn"], report["verified"]) == ([], [], True)
     assert state(data) == before
@@ -110,29 +113,30 @@ def test_rows_by_kind_and_range(data: Path) -> None:
     assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
 
 
-def test_the_topic_is_a_row_and_a_secret_is_none(data: Path, tmp_path: Path) -> None:
-    """Receipts of gRPC consumers are sealed with a secret in the log, and a dump may be given to others."""
+def test_a_dump_shows_the_row_of_a_topic_and_hides_secrets(data: Path, tmp_path: Path) -> None:
+    """Receipts of gRPC consumers depend on a secret in the log, and a user may send a dump to other people."""
     [topic] = documents(data, "--rows", "--kind", "meta")
     assert "orders" in topic["unique_key"] and topic["body"]
     folder = tmp_path / "data"
     with running_node(folder, segment_bytes=MIB) as node:
-        node.run(_secret_made(node))
+        node.run(_create_secret(node))
     secret = [row for row in documents(folder, "--rows") if row["unique_key"].startswith("secret/")]
     assert secret and all("body" not in row and "body_base64" not in row for row in secret)
 
 
-async def _secret_made(node: RunningNode) -> None:
+async def _create_secret(node: RunningNode) -> None:
+    """Create the secret of receipts, and wait until its row is on the disk."""
     node.broker.tables.receipt_secret.get()
     await node.broker.log.writer.flushed()
 
 
 def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:
-    """It is a kind like any other, in the log and in its caches."""
+    """Rows of the kind MOVED are in the log and in its caches, like rows of any other kind."""
     folder = tmp_path / "data"
     with running_node(folder, segment_bytes=MIB) as node, node.client() as ball:
-        promised = ball.send("orders", b"later", after="1d", keys="order-17")
+        receipt = ball.send("orders", b"later", after="1d", keys="order-17")
         fill_segment(node)
-        first, second = write_again(node, promised.seq), write_again(node, promised.seq)
+        first, second = write_again(node, receipt.seq), write_again(node, receipt.seq)
         assert ball.cancel(key="order-17")[0].verdict == "cancelled"  # makes the runs of keys
     [report] = documents(folder, "--verify")
     assert sum(segment["kinds"].get("MOVED", 0) for segment in report["segments"]) == 2
@@ -140,10 +144,10 @@ def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows
     moved = documents(folder, "--rows", "--kind", "moved")
     assert [row["seq"] for row in moved] == [*first, *second]
     for row in moved:
-        told = (row["source_seq"], row["due_ms"], row["accepted_ms"], row["body"])
-        assert told == (promised.seq, promised.due_ms, promised.store_ms, "later")
+        fields = (row["source_seq"], row["due_ms"], row["accepted_ms"], row["body"])
+        assert fields == (receipt.seq, receipt.due_ms, receipt.store_ms, "later")
     shown = run_here("dump", "--data", str(folder), "--rows", "--kind", "moved").stdout.splitlines()
-    assert all("MOVED" in line and f"source_seq {promised.seq}" in line for line in shown)
+    assert all("MOVED" in line and f"source_seq {receipt.seq}" in line for line in shown)
 
 
 def test_a_dump_beside_a_running_broker_changes_nothing(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_a_dump_beside_a_running_broker_changes_nothing(tmp_path: Path) -> None:
         assert ball.send("orders", b"still here").seq == receipt.seq + 1
 
 
-def test_damage_is_named_and_the_exit_code_says_so(copy: Path) -> None:
+def test_damage_is_reported_with_its_position_and_exit_code_5(copy: Path) -> None:
     first, second, *_ = documents(copy, "--frames")
     flip(copy / "log/0000000001.log", first["position"] + 100)
     before = state(copy)
@@ -164,18 +168,18 @@ def test_damage_is_named_and_the_exit_code_says_so(copy: Path) -> None:
     [damage] = report["damage"]
     assert (damage["file"], damage["position"]) == ("log/0000000001.log", first["position"])
     rows = documents(copy, "--rows", code=5)
-    assert "damage" in rows[0] and rows[1]["seq"] == second["first_seq"], "and the reading goes on"
+    assert "damage" in rows[0] and rows[1]["seq"] == second["first_seq"], "the rows after the damage are read"
     shown = run_here("dump", "--data", str(copy))
     assert shown.returncode == 5
     assert "DAMAGE: log/0000000001.log, byte 64" in shown.stdout and "1 damaged place" in shown.stdout
     assert run_here("dump", "--data", str(copy), "--frames").stdout.startswith("DAMAGE: ")
-    assert state(copy) == before, "it shows and mends nothing"
+    assert state(copy) == before, "a dump repairs nothing"
 
 
 def test_a_torn_tail_is_reported_but_is_no_damage(copy: Path) -> None:
     *_, last = documents(copy, "--frames")
     flip(copy / "log/0000000001.log", last["position"] + 100)
-    (copy / "checkpoint").unlink()  # it knows that this commit was acknowledged
+    (copy / "checkpoint").unlink()  # which contains that this commit was acknowledged
     [report] = documents(copy)
     assert [torn["position"] for torn in report["torn"]] == [last["position"]]
     assert "torn tail: log/0000000001.log" in run_here("dump", "--data", str(copy)).stdout
@@ -204,6 +208,7 @@ def test_a_folder_without_timeball_data_is_refused_and_not_changed(tmp_path: Pat
         refused = run_here("dump", "--data", str(folder))
         assert refused.returncode == 4 and str(folder) in refused.stderr
         assert "Traceback" not in refused.stderr
+    # Nothing was created in the folders.
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["foreign", "novel.txt"]
 
 
@@ -223,26 +228,28 @@ def test_a_newer_format_is_refused(copy: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_contradictory_options_are_refused_and_named(data: Path, options: list[str], named: str) -> None:
+def test_contradictory_options_and_an_unknown_kind_are_refused(
+    data: Path, options: list[str], named: str
+) -> None:
     refused = run_here("dump", "--data", str(data), *options)
     assert refused.returncode == 2 and named in refused.stderr
 
 
 def test_a_folder_in_use_is_copied_and_restored(tmp_path: Path) -> None:
-    data, copy, back = tmp_path / "data", tmp_path / "copy", tmp_path / "back"
+    data, copy, restored_folder = tmp_path / "data", tmp_path / "copy", tmp_path / "restored_folder"
     with running_node(data) as node, node.client() as ball:
         receipt = ball.send("kept", "x", after="1h")
-        made = run_here("backup", str(copy), "--data", str(data), "--json")
-        assert made.returncode == 0, made.stderr
-        found = json.loads(made.stdout)
-        assert found["row"] > receipt.seq and found["files"] >= 2 and found["first_row"] == 1
-    told = run_here("restore", str(copy), "--data", str(back))
-    assert (told.returncode, "restored into" in told.stdout) == (0, True)
-    with running_node(back) as node, node.client() as ball:
+        backed_up = run_here("backup", str(copy), "--data", str(data), "--json")
+        assert backed_up.returncode == 0, backed_up.stderr
+        document = json.loads(backed_up.stdout)
+        assert document["row"] > receipt.seq and document["files"] >= 2 and document["first_row"] == 1
+    restored = run_here("restore", str(copy), "--data", str(restored_folder))
+    assert (restored.returncode, "restored into" in restored.stdout) == (0, True)
+    with running_node(restored_folder) as node, node.client() as ball:
         assert ball.get(receipt.id).due_ms == receipt.due_ms
 
 
-def test_impossible_folders_are_set_up_errors(tmp_path: Path) -> None:
+def test_a_missing_nested_or_foreign_folder_is_a_set_up_error(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for arguments, word in [
         (["backup", str(tmp_path / "to"), "--data", str(tmp_path / "none")], "no such folder"),

@@ -36,9 +36,9 @@ def test_a_forecast_for_people(node: RunningNode) -> None:
 def test_a_forecast_for_programs(node: RunningNode, tmp_path: Path) -> None:
     (tmp_path / "campaign.csv").write_text("due\n2035-01-01T00:00:00Z\n")
     options = ["--json", "--topic", "orders", "--by", "day", "--extra", str(tmp_path / "campaign.csv")]
-    wanted = run_here("forecast", "--endpoint", node.endpoint, *options, "--within", "10s")
-    assert wanted.returncode == 0, wanted.stderr
-    [document] = [json.loads(line) for line in wanted.stdout.splitlines()]
+    ended = run_here("forecast", "--endpoint", node.endpoint, *options, "--within", "10s")
+    assert ended.returncode == 0, ended.stderr
+    [document] = [json.loads(line) for line in ended.stdout.splitlines()]
     assert (document["waiting"], document["extra"], document["version"]) == (300, 1, 1)
     assert sum(bar["rows"] for bar in document["load"]["curve"]) == 301
     assert document["load"]["by"] == "day" and document["load"]["peaks"][0]["rows"] == 1
@@ -92,7 +92,7 @@ def test_conf_without_master_is_refused() -> None:
     assert refused.returncode == 2 and "have no effect without --master" in refused.stderr
 
 
-def test_other_commands_do_not_wait_for_its_modules() -> None:
+def test_an_import_of_the_command_does_not_import_its_libraries() -> None:
     code = (
         "import sys, timeball.cli.forecast;"
         "print([m for m in ('timeball.spark', 'deltalake', 'pyspark', 'matplotlib') if m in sys.modules])"
@@ -107,7 +107,7 @@ def test_other_commands_do_not_wait_for_its_modules() -> None:
 def test_spark_counts_the_same_as_duckdb(node: RunningNode) -> None:
     pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
     options = ["--json", "--by-topic", "--by", "hour", "--endpoint", node.endpoint]
-    here = json.loads(run_here("forecast", *options).stdout)
-    there = run_here("forecast", *options, "--master", "local[2]")
-    assert there.returncode == 0, there.stderr
-    assert json.loads(there.stdout)["load"] == here["load"]
+    with_duckdb = json.loads(run_here("forecast", *options).stdout)
+    on_spark = run_here("forecast", *options, "--master", "local[2]")
+    assert on_spark.returncode == 0, on_spark.stderr
+    assert json.loads(on_spark.stdout)["load"] == with_duckdb["load"]

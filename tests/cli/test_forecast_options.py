@@ -52,7 +52,7 @@ def test_a_consumer_rate_given_twice_is_refused() -> None:
         parse_rates(["a=1", "a=2"])
 
 
-def test_an_empty_or_contradictory_window_is_refused() -> None:
+def test_a_window_has_bounds_unless_it_is_empty_or_contradictory() -> None:
     assert Window().bounds(5) == (None, None)
     assert Window(Moment(1, is_relative=True), Moment(9)).bounds(5) == (6, 9)
     with pytest.raises(RequestError, match="--until lies before now"):

@@ -20,7 +20,7 @@ from timeball.cli import forecast_report as report
 from timeball.cli.forecast_options import Extra, Moment, Window
 from timeball.cli.forecast_report import answer, count, describe, show_span
 from timeball.model.errors import NotFound, RequestError, SetupError, Unavailable
-from timeball.model.limits import DAY_MS
+from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.views.due_histogram import Peak
 from timeball.spark.views.forecast import Bar
 
@@ -35,22 +35,21 @@ def test_pending_messages_are_counted_in_bars_peaks_and_topics() -> None:
     assert answered().queues == {}
 
 
-def test_an_extra_load_is_in_the_bars_and_beside_the_rest() -> None:
-    found = answered(EXTRA, rates={"*": 10}, within_ms=2_000)
-    document = found.document
+def test_an_extra_load_is_in_the_bars_and_in_figures_of_its_own() -> None:
+    forecast = answered(EXTRA, rates={"*": 10}, within_ms=2_000)
+    document = forecast.document
     assert (document.waiting, document.extra, document.load.rows) == (110, 60, 170)
     assert document.load.curve == [Bar(NINE_MS, 100), Bar(TEN_MS, 70)]
     assert document.what_if and document.what_if_extra
     assert (document.what_if.queues["*"].rows, document.what_if_extra.queues["*"].rows) == (110, 170)
     assert document.what_if_extra.queues["*"].lateness_max_ms == 10_000
     assert document.rate_needed == pytest.approx(50, rel=0.002)
-    assert document.rate_needed_extra == pytest.approx(
-        50, rel=0.002
-    )  # a hundred at nine are the worst of both
-    assert list(found.queues) == ["*"]
+    # The hundred orders at 9:00 need the largest rate, with and without the extra load.
+    assert document.rate_needed_extra == pytest.approx(50, rel=0.002)
+    assert list(forecast.queues) == ["*"]
 
 
-def test_only_some_topics_but_all_that_is_extra() -> None:
+def test_a_choice_of_topics_leaves_the_extra_load_whole() -> None:
     document = answered(EXTRA, topics=["mail"]).document
     assert (document.waiting, document.extra) == (10, 60)
     assert list(document.load.topics) == ["campaign", "mail"]
@@ -64,7 +63,7 @@ def test_extra_messages_outside_the_window_count_apart() -> None:
     assert (early.extra, early.extra_outside) == (0, 5)
 
 
-def test_a_backlog_is_there_from_the_beginning_of_the_window() -> None:
+def test_a_backlog_exists_from_the_beginning_of_the_window() -> None:
     document = answered(rates={"*": 10}, backlog=600, within_ms=60_000).document
     assert document.what_if
     outcome = document.what_if.queues["*"]
@@ -76,7 +75,7 @@ def test_a_backlog_is_there_from_the_beginning_of_the_window() -> None:
     assert document.rate_needed == pytest.approx(10, rel=0.002)
 
 
-def test_only_what_came_of_some_topics_is_held_against_them() -> None:
+def test_a_check_compares_only_the_chosen_topics() -> None:
     document = answer(counted(came=90), asked(topics=["orders"]), Extra()).document
     assert document.check and (document.check.said, document.check.came) == (100, 90)
     others = answer(counted(came=90), asked(topics=["mail"]), Extra()).document
@@ -84,22 +83,27 @@ def test_only_what_came_of_some_topics_is_held_against_them() -> None:
     assert answered().document.check is None
 
 
-def test_counts_within_the_window_now_or_at_a_version(tmp_path: Path) -> None:
+def test_messages_are_counted_within_a_window_and_at_older_versions(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_rows=0) as node:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
         send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)
-        found = count(node.endpoint, None, Window(), by_topic=True)
-        assert {name: part.total for name, part in found.load.by_topic().items()} == {"orders": 10, "mail": 5}
-        assert (found.version, found.is_whole, found.due) == (1, True, (None, None))
+        present = count(node.endpoint, None, Window(), by_topic=True)
+        assert {name: part.total for name, part in present.load.by_topic().items()} == {
+            "orders": 10,
+            "mail": 5,
+        }
+        assert (present.version, present.is_whole, present.due) == (1, True, (None, None))
         near = count(node.endpoint, None, Window(end=Moment(2 * DAY_MS, is_relative=True)))
         assert (near.load.total, near.load.topics) == (5, ("",))
         node.run(node.broker.compact())
         send(node.endpoint, 5)
-        assert count(node.endpoint, None, Window(version=1)).load.total == 10  # what waited when it was made
+        assert (
+            count(node.endpoint, None, Window(version=1)).load.total == 10
+        )  # the ten that were pending then
         assert count(node.endpoint, None, Window(version=0)).load.total == 0
-        made = count(node.endpoint, None, Window(timestamp_ms=found.now_ms + DAY_MS))
-        assert (made.version, made.load.total) == (2, 15)
+        newest = count(node.endpoint, None, Window(timestamp_ms=present.now_ms + DAY_MS))
+        assert (newest.version, newest.load.total) == (2, 15)
         with pytest.raises(NotFound, match="no version so old"):
             count(node.endpoint, None, Window(timestamp_ms=1_000))
 
@@ -109,33 +113,38 @@ def test_later_times_of_schedules_are_counted_up_to_the_end_of_the_window(tmp_pa
         rule = {"every": "1h"}
         for name, topic in (("one", "orders"), ("two", "mail")):
             client.ask("PUT", f"/v1/schedules/{name}", {"rule": rule, "topic": topic, "body": "x"})
-        assert count(node.endpoint, None, Window()).recurring_until_ms is None  # they have no end
+        assert count(node.endpoint, None, Window()).recurring_until_ms is None  # these schedules have no end
         window = Window(end=Moment(DAY_MS, is_relative=True))
-        found = count(node.endpoint, None, window, by_topic=True)
+        counted_load = count(node.endpoint, None, window, by_topic=True)
         # 24 times in a day, and the first one of each is a message already.
-        assert (found.load.total, found.recurring.total) == (2, 46)
-        document = answer(found, asked(rates={"*": 10}), NO_EXTRA).document
+        assert (counted_load.load.total, counted_load.recurring.total) == (2, 46)
+        document = answer(counted_load, asked(rates={"*": 10}), NO_EXTRA).document
         assert (document.waiting, document.recurring, document.load.rows) == (2, 46, 48)
         assert document.what_if and document.what_if.queues["*"].rows == 48
         assert any(line.startswith("2 due from") and ", 46 recurring;" in line for line in describe(document))
-        only = answer(found, asked(topics=["mail"]), NO_EXTRA).document
-        assert (only.waiting, only.recurring, list(only.load.topics)) == (1, 23, ["mail"])
+        mail_document = answer(counted_load, asked(topics=["mail"]), NO_EXTRA).document
+        assert (mail_document.waiting, mail_document.recurring, list(mail_document.load.topics)) == (
+            1,
+            23,
+            ["mail"],
+        )
         assert count(node.endpoint, None, window).recurring.topics == ("",)
 
 
-def test_times_that_are_not_counted_are_said() -> None:
+def test_the_time_up_to_which_schedules_are_counted_is_shown() -> None:
     due = (None, TEN_MS)
-    cut = replace(counted(due), recurring=counted().load, recurring_until_ms=NINE_MS)
-    said = list(describe(answer(cut, asked(), NO_EXTRA).document))
-    assert "recurring schedules have too many times: counted until 2030-01-31T09:00:00Z" in said
+    cut_load = replace(counted(due), recurring=counted().load, recurring_until_ms=NINE_MS)
+    shown = list(describe(answer(cut_load, asked(), NO_EXTRA).document))
+    assert "recurring schedules have too many times: counted until 2030-01-31T09:00:00Z" in shown
 
 
-def test_a_broker_that_is_not_there_is_told_at_once() -> None:
+def test_without_a_broker_the_count_raises_unavailable() -> None:
     with pytest.raises(Unavailable, match="no broker answers"):
         count(NO_FLIGHT, None, Window())
 
 
 def lines(**more: object) -> list[str]:
+    """Describe the answer of `answered` for people."""
     return list(describe(answered(**more).document))  # type: ignore[arg-type]
 
 
@@ -154,10 +163,11 @@ def test_bars_then_the_sum_then_peaks_and_topics() -> None:
     ]
 
 
-def test_empty_bars_between_are_shown_unless_they_are_most() -> None:
+def test_empty_bars_are_shown_unless_most_bars_are_empty() -> None:
     minutes = lines(by="minute", by_topic=False, peaks=0)
     assert [line[:16] for line in minutes] == ["2030-01-31T09:00", "2030-01-31T10:00", "110 due from 203"]
-    hours = list(describe(answered(Extra(rows=1, at=Moment(1_896_094_800_000)), by_topic=False).document))
+    at_one_pm = Extra(rows=1, at=Moment(NINE_MS + 4 * HOUR_MS))
+    hours = list(describe(answered(at_one_pm, by_topic=False).document))
     assert [line[:13] for line in hours[:5]] == [f"2030-01-31T{hour:02}" for hour in (9, 10, 11, 12, 13)]
     assert [line.split()[-1] for line in hours[:5]] == ["100", "10", "0", "0", "1"]
 
@@ -199,15 +209,15 @@ def test_rows_left_out_of_the_forecast_are_reported() -> None:
 
 def test_messages_held_by_paused_campaigns_are_shown() -> None:
     """In an earlier version, the forecast left out a paused campaign, as if it had no messages."""
-    found = replace(counted(), held={"autumn": 1_000, "spring": 20})
-    document = answer(found, asked(), NONE).document
-    assert document.held == found.held
-    told = "1,020 more are held by paused campaigns, and are not counted: autumn, spring"
-    assert told in list(describe(document))
+    with_held = replace(counted(), held={"autumn": 1_000, "spring": 20})
+    document = answer(with_held, asked(), NONE).document
+    assert document.held == with_held.held
+    line = "1,020 more are held by paused campaigns, and are not counted: autumn, spring"
+    assert line in list(describe(document))
     assert not any("paused" in line for line in lines())
 
 
-def test_an_older_forecast_and_what_came() -> None:
+def test_an_older_forecast_is_compared_with_the_released_messages() -> None:
     shown = list(describe(answer(counted(came=90), asked(), NONE).document))
     assert shown[-2:] == [
         "until 2030-01-31T09:59:50Z: 100 were foretold, 90 came",
@@ -238,9 +248,9 @@ def test_the_loads_of_all_groups_are_added_up(tmp_path: Path) -> None:
         window = Window()
         assert count(groups.endpoint, None, window).version == 0, "of one group"
         groups.add()
-        found = count(groups.endpoint, None, window, by_topic=True)
-        assert found.version is None and found.versions == {"g1": 0, "g2": 0}
-        document = answer(found, asked(), NONE).document
+        counted_load = count(groups.endpoint, None, window, by_topic=True)
+        assert counted_load.version is None and counted_load.versions == {"g1": 0, "g2": 0}
+        document = answer(counted_load, asked(), NONE).document
         assert document.waiting == 50 and document.versions == {"g1": 0, "g2": 0}
         assert "versions g1 0, g2 0, as of" in "\n".join(describe(document))
         assert count(f"{groups.endpoint}#g2", None, window).load.total == 20
@@ -252,13 +262,14 @@ pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
 
 
 def size(file: Path) -> tuple[int, int]:
+    """Read the width and the height of a PNG file, in pixels."""
     data = file.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     return width, height
 
 
-def test_a_load_and_below_it_what_consumers_have_not_taken(tmp_path: Path) -> None:
+def test_a_picture_shows_the_load_and_with_consumer_rates_also_the_backlog(tmp_path: Path) -> None:
     report.draw(answered(EXTRA, rates={"orders": 10, "*": 60}), tmp_path / "both.png")
     report.draw(answered(by_topic=False), tmp_path / "load.png")
     (wide, high), (_, low) = size(tmp_path / "both.png"), size(tmp_path / "load.png")
@@ -270,13 +281,13 @@ def test_a_load_and_below_it_what_consumers_have_not_taken(tmp_path: Path) -> No
 
 
 def test_more_bars_than_a_picture_holds_are_drawn_wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = answered(by="second")
-    assert report._unit(found) == "second"
+    by_second = answered(by="second")
+    assert report._unit(by_second) == "second"
     monkeypatch.setattr(report, "BARS_DRAWN_MAX", 5)
-    assert report._unit(found) == "minute"
+    assert report._unit(by_second) == "minute"
 
 
-def test_of_many_corners_the_highest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_with_too_many_corners_keeps_its_highest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "CORNERS_MAX", 10)
     rows = np.zeros(95)
     rows[42] = 7.0
@@ -284,7 +295,7 @@ def test_of_many_corners_the_highest_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert len(at) == len(thin) == 10 and thin.max() == 7
 
 
-def test_a_file_that_could_not_be_written_is_told_before_anything_is_counted(tmp_path: Path) -> None:
+def test_a_picture_with_a_bad_suffix_or_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"--picture load\.txt: its name should end in \.png"):
         report.check_picture(Path("load.txt"))
     with pytest.raises(SetupError, match="there is no folder"):

@@ -62,7 +62,8 @@ def test_a_dry_run_shows_the_entries_and_an_import_puts_and_deletes_them(bakery:
     with TestBroker() as broker, broker.client() as ball:
 
         def import_bakery(*arguments: str) -> str:
-            sys.modules.pop("bakery", None)
+            """Run the command on the present file of the app, and return its output."""
+            sys.modules.pop("bakery", None)  # otherwise Python keeps the module of the earlier file
             words = ("schedules", "import", "celery-beat", "bakery", *arguments)
             ended = run_here(*words, "--endpoint", broker.endpoint)
             assert ended.returncode == 0, ended.stderr
@@ -88,6 +89,7 @@ def test_a_dry_run_shows_the_entries_and_an_import_puts_and_deletes_them(bakery:
 def test_a_missing_app_and_an_entry_that_is_too_frequent_are_refused(
     bakery: Path, app: str, reason: str
 ) -> None:
+    # An interval of 0.1 s is shorter than any that the broker accepts.
     bakery.write_text(PROGRAM.replace("crontab(minute=0, hour=4)", "0.1"))
     ended = run_here("schedules", "import", "celery-beat", app)
     assert ended.returncode == 2 and reason in ended.stderr and "Traceback" not in ended.stderr
@@ -102,27 +104,29 @@ def test_an_app_whose_import_fails_is_refused_with_the_error(bakery: Path) -> No
 
 # ---- schedules of a crontab -----------------------------------------------------------------------------------
 
-SYSTEM = """# Jobs of the machine.
+SYSTEM_CRONTAB = """# Jobs of the machine.
 SHELL=/bin/sh
 17 * * * * root cd / && run-parts --report /etc/cron.hourly
 CRON_TZ=Asia/Tokyo
 30 2 * * 1-5 backup /usr/bin/backup-all --quiet
 @reboot root /usr/sbin/start-it
 """
-USERS = "*/5 * * * * /usr/bin/poll\n"
+USER_CRONTAB = "*/5 * * * * /usr/bin/poll\n"
 
 
 @pytest.fixture(scope="module")
 def http_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The HTTP address of a broker without schedules."""
     with running_node(tmp_path_factory.mktemp("crontab") / "data") as node:
         yield node.http_endpoint
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
+    """A file in a folder cron.d, whose commands stand behind a user."""
     file = tmp_path / "cron.d" / "jobs"
     file.parent.mkdir()
-    file.write_text(SYSTEM)
+    file.write_text(SYSTEM_CRONTAB)
     return file
 
 
@@ -139,6 +143,7 @@ def test_a_system_crontab_is_imported_once_and_its_refused_entry_is_named(
         ended = run_here("schedules", "list", "--json", "--endpoint", http_endpoint)
         return [json.loads(line) for line in ended.stdout.splitlines()]
 
+    # A name ends with the beginning of a hash of the command.
     code, shown, note = import_crontab("--dry-run")
     assert (code, stored_schedules()) == (1, []) and "2 would be put, 1 refused" in note
     assert shown.splitlines()[:2] == [
@@ -163,7 +168,7 @@ def test_a_system_crontab_is_imported_once_and_its_refused_entry_is_named(
 
 def test_a_crontab_of_a_user_is_imported(http_endpoint: str, tmp_path: Path) -> None:
     file = tmp_path / "mine"
-    file.write_text(USERS)
+    file.write_text(USER_CRONTAB)
     ended = run_here(
         "schedules", "import", "crontab", str(file), "--topic", "mine", "--zone", "UTC", "--prefix", "web-", "--json",
         "--endpoint", http_endpoint,
@@ -179,7 +184,7 @@ def test_a_crontab_of_a_user_is_imported(http_endpoint: str, tmp_path: Path) -> 
 def test_a_missing_file_and_an_unknown_zone_are_refused(
     http_endpoint: str, tmp_path: Path, file: str, zone: str, named: str
 ) -> None:
-    (tmp_path / "mine").write_text(USERS)
+    (tmp_path / "mine").write_text(USER_CRONTAB)
     ended = run_here(
         "schedules", "import", "crontab", str(tmp_path / file), "--topic", "mine", "--zone", zone, "--endpoint",
         http_endpoint,

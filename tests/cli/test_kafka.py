@@ -9,7 +9,8 @@ import pytest
 from timeball.cli.main import main
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
+def run_kafka(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
+    """Run `timeball kafka`, which must fail. Returns its exit code and stderr."""
     with pytest.raises(SystemExit) as ended:
         main(["kafka", *arguments])
     return ended.value.code, capsys.readouterr().err
@@ -25,18 +26,18 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, s
     ],
 )
 def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
-    code, error = said(capsys, *arguments)
+    code, error = run_kafka(capsys, *arguments)
     assert code == 4 and text in error
 
 
-def test_a_property_that_exactly_once_rests_on_is_refused(
+def test_a_client_property_that_exactly_once_delivery_depends_on_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "client").write_text("acks=0\n")
-    code, error = said(capsys, "--in", "a", "--kafka-config", str(tmp_path / "client"))
+    code, error = run_kafka(capsys, "--in", "a", "--kafka-config", str(tmp_path / "client"))
     assert code == 4 and "acks cannot be chosen" in error
 
 
 def test_a_bridge_without_a_topic_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = said(capsys)
+    code, error = run_kafka(capsys)
     assert code == 2 and "--in" in error

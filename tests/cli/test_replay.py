@@ -38,18 +38,12 @@ PLAN = ReplayPlan(
 
 
 def test_a_replay_starts_at_a_time_or_after_a_shift() -> None:
-    assert (
-        find_start_ms(1_000, 5_000, None),
-        find_start_ms(1_000, None, 30),
-        find_start_ms(1_000, 0, None),
-    ) == (
-        5_000,
-        1_030,
-        0,
-    )
-    for given in ((None, None), (5_000, 30)):
+    assert find_start_ms(from_ms=1_000, at_ms=5_000, shift_ms=None) == 5_000
+    assert find_start_ms(from_ms=1_000, at_ms=None, shift_ms=30) == 1_030
+    assert find_start_ms(from_ms=1_000, at_ms=0, shift_ms=None) == 0
+    for at_and_shift in ((None, None), (5_000, 30)):
         with pytest.raises(InvalidDelay, match="exactly one of --at"):
-            find_start_ms(1_000, *given)
+            find_start_ms(1_000, *at_and_shift)
 
 
 def test_a_replay_without_confirmation_schedules_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +59,7 @@ def test_past_due_times_are_refused_unless_allowed() -> None:
     confirm(some_late, late=True, yes=True)
 
 
-def test_a_plan_is_a_curve_its_topics_and_a_span() -> None:
+def test_a_plan_shows_its_curve_topics_and_due_times() -> None:
     *curve, topics, span, width = describe_plan(PLAN)
     assert [line.split()[0] for line in curve] == [show_time(NOON_MS), show_time(NOON_MS + 60_000)]
     assert [line.split()[-1] for line in curve] == ["4,000", "1,000"]
@@ -88,7 +82,9 @@ def test_a_time_shows_milliseconds_only_if_they_are_not_0() -> None:
     assert (show_time(0), show_time(1_500)) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:01.500Z")
 
 
-def test_a_repeated_replay_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_whether_an_earlier_run_has_scheduled_the_messages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     report = ReplayReport(job_id="replay-1", rows=5_000, at_ms=0, repeated=False, ranges=[(1, 5_000)])
     print_report(report, as_json=False)
     print_report(msgspec.structs.replace(report, repeated=True), as_json=False)
@@ -100,7 +96,7 @@ def test_a_repeated_replay_is_reported(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "text"),
     [
         (WINDOW, "--at"),
         ([*WINDOW, "--shift", "soon"], "--shift"),
@@ -111,10 +107,10 @@ def test_a_repeated_replay_is_reported(capsys: pytest.CaptureFixture[str]) -> No
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
+def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], text: str) -> None:
     refused = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert named in refused.stderr
+    assert text in refused.stderr
 
 
 def test_no_broker_is_told_without_waiting_for_spark() -> None:
@@ -127,38 +123,30 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-def test_a_window_from_the_first_look_to_a_second_run(tmp_path: Path) -> None:
+def test_a_replay_schedules_nothing_before_it_is_confirmed_and_once_after_that(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_rows=0) as node, node.client() as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1} for _ in range(5)])
         eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms, "a moment later")
-        where = [
-            "--from",
-            str(now_ms - HOUR_MS),
-            "--until",
-            str(now_ms),
-            "--shift",
-            "1d",
-            "--endpoint",
-            node.endpoint,
-        ]
+        where = ["--from", str(now_ms - HOUR_MS), "--until", str(now_ms), "--shift", "1d"]
+        where += ["--endpoint", node.endpoint]
 
-        def waiting() -> int:
+        def count_table_rows() -> int:
             table = DeltaTable(ball.status()["table"]["uri"])
             return len(table.to_pyarrow_table(columns=["seq"])) if table.file_uris() else 0
 
         wrote = run_here("pipeline", "run", "archive", "--once", "--endpoint", node.endpoint)
         assert (wrote.returncode, wrote.stdout) == (0, ""), wrote.stderr
-        looked = run_here("replay", *where, "--dry-run", "--json")
-        assert looked.returncode == 0 and json.loads(looked.stdout)["topics"] == {"t": 5}, looked.stderr
+        plan = run_here("replay", *where, "--dry-run", "--json")
+        assert plan.returncode == 0 and json.loads(plan.stdout)["topics"] == {"t": 5}, plan.stderr
         refused = run_here("replay", *where)
         assert refused.returncode == 2 and "5 messages" in refused.stdout and "add --yes" in refused.stderr
-        assert waiting() == 0
+        assert count_table_rows() == 0
         done = run_here("replay", *where, "--yes")
         assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("scheduled 5 messages"), (
             done.stderr
         )
         again = run_here("replay", *where, "--yes", "--json")
         assert again.returncode == 0 and json.loads(again.stdout)["repeated"] is True, again.stderr
-        assert waiting() == 5
+        assert count_table_rows() == 5

@@ -60,14 +60,16 @@ def test_days_of_a_calendar_are_read(tmp_path: Path) -> None:
         ("BEGIN:VALARM\nTRIGGER:-PT15M\nREPEAT:2\nDURATION:PT5M\nSUMMARY:Wake\nEND:VALARM", ["2030-12-25"]),
     ],
 )
-def test_an_event_has_a_duration_and_a_status(tmp_path: Path, lines: str, days: list[str]) -> None:
+def test_the_days_of_an_event_follow_from_its_duration_and_status(
+    tmp_path: Path, lines: str, days: list[str]
+) -> None:
     file = tmp_path / "holidays.ics"
     file.write_text(CALENDAR.replace("DTEND;VALUE=DATE:20301227", lines))
     assert read_dates(file) == [*days, "2031-01-01"]
 
 
 @pytest.mark.parametrize(
-    ("lines", "named"),
+    ("lines", "text"),
     [
         ("DURATION:PT36H", "Christmas is no event of whole days"),
         ("DURATION:P1DT12H", "Christmas is no event of whole days"),
@@ -77,28 +79,31 @@ def test_an_event_has_a_duration_and_a_status(tmp_path: Path, lines: str, days: 
         ("DTSTART:99991231\nDURATION:P9D", "--exclude-file"),
     ],
 )
-def test_a_duration_that_is_no_days_is_refused(tmp_path: Path, lines: str, named: str) -> None:
+def test_a_duration_that_is_no_days_is_refused(tmp_path: Path, lines: str, text: str) -> None:
     file = tmp_path / "holidays.ics"
     file.write_text(CALENDAR.replace("DTEND;VALUE=DATE:20301227", lines))
-    with pytest.raises(RequestError, match=named):
+    with pytest.raises(RequestError, match=text):
         read_dates(file)
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "text"),
     [
         ("RRULE:FREQ=YEARLY", "Christmas repeats"),
         ("DTSTART:20301225T090000Z", "Christmas is no event of whole days"),
     ],
 )
-def test_events_that_are_no_days_are_refused(tmp_path: Path, line: str, named: str) -> None:
+def test_events_without_whole_days_and_a_missing_file_are_refused(
+    tmp_path: Path, line: str, text: str
+) -> None:
     file = tmp_path / "holidays.ics"
+    # The line stands in the place of the day of the event, or before it if it is a repetition.
     file.write_text(
         CALENDAR.replace("SUMMARY:Christmas\nDTSTART;VALUE=DATE:20301225", f"SUMMARY:Christmas\n{line}")
     )
     if line.startswith("RRULE"):
         file.write_text(CALENDAR.replace("SUMMARY:Christmas", f"SUMMARY:Christmas\n{line}"))
-    with pytest.raises(RequestError, match=named):
+    with pytest.raises(RequestError, match=text):
         read_dates(file)
     with pytest.raises(RequestError, match="--exclude-file"):
         read_dates(tmp_path / "none")

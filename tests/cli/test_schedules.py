@@ -1,4 +1,4 @@
-"""`timeball schedules`: what its commands print, for people and as JSON."""
+"""`timeball schedules` and `timeball zones`: their output for people and as JSON."""
 
 from __future__ import annotations
 
@@ -19,45 +19,49 @@ from timeball.model.time_parsing import VERSION
 
 @pytest.fixture(scope="module")
 def http_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The HTTP address of a broker."""
     with running_node(tmp_path_factory.mktemp("schedules") / "data") as node:
         yield node.http_endpoint
 
 
-def test_a_schedule_from_its_put_to_its_end(http_endpoint: str) -> None:
-    def said(*arguments: str) -> str:
+def test_each_command_prints_its_result_from_put_to_delete(http_endpoint: str) -> None:
+    def run_schedules(*arguments: str) -> str:
         ended = run_here("schedules", *arguments, "--endpoint", http_endpoint)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 
-    def document(*arguments: str) -> Any:
-        return json.loads(said(*arguments, "--json"))
+    def run_json(*arguments: str) -> Any:
+        return json.loads(run_schedules(*arguments, "--json"))
 
-    made = said("put", "report", "reports", "make it", "--cron", "0 9 * * 1", "--zone", "Europe/Berlin")
-    assert made.startswith("report: created, next at ") and made.endswith(", 0 runs")
-    assert document("show", "report")["body"] == "make it"
-    assert [line.split(":")[0] for line in said("list").splitlines()] == ["report"]
-    assert said("list", "--topic", "others") == ""
-    assert said("pause", "report") == "report: paused, 0 runs"
-    assert document("resume", "report")["state"] == "active"
-    assert said("run", "report").startswith("report: sent report.run-")
-    assert said("history", "report").splitlines()[0].endswith("  unknown")
-    made = document("put", "report", "reports", "make it", "--every", "1h", "--skip-while-busy", "makers")
-    assert (made["overlap"], made["group"]) == ("skip", "makers")
-    assert said("delete", "report") == "report: deleted"
-    assert document("preview", "--every", "90m", "--count", "1", "--after", "2030-01-01T00:00:00Z") == {
+    line = run_schedules(
+        "put", "report", "reports", "make it", "--cron", "0 9 * * 1", "--zone", "Europe/Berlin"
+    )
+    assert line.startswith("report: created, next at ") and line.endswith(", 0 runs")
+    assert run_json("show", "report")["body"] == "make it"
+    assert [line.split(":")[0] for line in run_schedules("list").splitlines()] == ["report"]
+    assert run_schedules("list", "--topic", "others") == ""
+    assert run_schedules("pause", "report") == "report: paused, 0 runs"
+    assert run_json("resume", "report")["state"] == "active"
+    assert run_schedules("run", "report").startswith("report: sent report.run-")
+    assert run_schedules("history", "report").splitlines()[0].endswith("  unknown")
+    schedule = run_json("put", "report", "reports", "make it", "--every", "1h", "--skip-while-busy", "makers")
+    assert (schedule["overlap"], schedule["group"]) == ("skip", "makers")
+    assert run_schedules("delete", "report") == "report: deleted"
+    # Previews come last: they need no stored schedule.
+    assert run_json("preview", "--every", "90m", "--count", "1", "--after", "2030-01-01T00:00:00Z") == {
         "due": "2030-01-01T01:30:00.000Z", "due_ms": 1_893_461_400_000, "local": "2030-01-01T01:30:00Z",
     }  # fmt: skip
     rule = '{"at": ["2030-01-31T09:00"]}'
-    assert said("preview", "--rule", rule, "--zone", "UTC") == "2030-01-31T09:00:00"
+    assert run_schedules("preview", "--rule", rule, "--zone", "UTC") == "2030-01-31T09:00:00"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "text"),
     [(["--rule", "x"], "--rule"), (["--rule", "[]"], "--rule"), (["--cron", "x", "--zone", "UTC"], "cron")],
 )
-def test_a_rule_that_cannot_be_read_is_refused(http_endpoint: str, arguments: list[str], named: str) -> None:
+def test_a_rule_that_cannot_be_read_is_refused(http_endpoint: str, arguments: list[str], text: str) -> None:
     ended = run_here("schedules", "preview", *arguments, "--endpoint", http_endpoint)
-    assert ended.returncode == 2 and named in ended.stderr and "Traceback" not in ended.stderr
+    assert ended.returncode == 2 and text in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_an_endpoint_of_flight_is_refused() -> None:
@@ -66,7 +70,7 @@ def test_an_endpoint_of_flight_is_refused() -> None:
 
 
 def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path) -> None:
-    """The broker shows the same values."""
+    """The answer of the broker has the values of all options."""
     holidays = tmp_path / "holidays.txt"
     holidays.write_text("2030-12-26  # a comment\n\n2031-01-01\n")
 
@@ -102,22 +106,24 @@ def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path)
     assert rrule["next"]["local"] == "2030-01-25T09:00:00"
 
 
-def test_zones_in_use_are_shown(http_endpoint: str) -> None:
-    def said(*arguments: str) -> str:
+def test_zones_shows_the_version_of_tzdata_and_the_zones_in_use(http_endpoint: str) -> None:
+    def run_command(*arguments: str) -> str:
         ended = run_here(*arguments, "--endpoint", http_endpoint)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
-    said("schedule", "local", "x", "--at", "2030-01-31T09:00", "--zone", "Asia/Tokyo", "--id", "local-1")
-    assert json.loads(said("get", "local-1", "--json"))["due_ms"] == 1_896_048_000_000
-    assert said("zones").startswith(f"tzdata {VERSION}\n") and "  Asia/Tokyo\n" in said("zones")
-    used = json.loads(said("zones", "--json"))
-    assert {"zone": "Asia/Tokyo", "latest": "2030-02-15T00:00:00.000Z"} in used[
-        "zones"
-    ] and "update" not in used
+    run_command(
+        "schedule", "local", "x", "--at", "2030-01-31T09:00", "--zone", "Asia/Tokyo", "--id", "local-1"
+    )
+    nine_in_tokyo_ms = 1_896_048_000_000  # 2030-01-31T00:00:00Z
+    assert json.loads(run_command("get", "local-1", "--json"))["due_ms"] == nine_in_tokyo_ms
+    assert run_command("zones").startswith(f"tzdata {VERSION}\n") and "  Asia/Tokyo\n" in run_command("zones")
+    document = json.loads(run_command("zones", "--json"))
+    assert {"zone": "Asia/Tokyo", "latest": "2030-02-15T00:00:00.000Z"} in document["zones"]
+    assert "update" not in document, "tzdata was not updated"
 
 
-def test_a_moved_message_is_shown() -> None:
+def test_moves_of_the_last_update_of_tzdata_are_shown() -> None:
     moved = ZoneMoved(
         zone="America/Vancouver", messages=2, schedules=1, before="2030-01-31T17:00:00.000Z", before_ms=1,
         after="2030-01-31T16:00:00.000Z", after_ms=0,
@@ -129,7 +135,5 @@ def test_a_moved_message_is_shown() -> None:
         "  America/Vancouver: 2 messages and 1 schedules moved, the first from 2030-01-31T17:00:00.000Z to "
         "2030-01-31T16:00:00.000Z"
     )
-    assert (
-        list(_zone_lines(ZonesInUse("2", [], msgspec.structs.replace(updated, moved=[]))))[-1]
-        == "  nothing moved"
-    )
+    without_moves = msgspec.structs.replace(updated, moved=[])
+    assert list(_zone_lines(ZonesInUse("2", [], without_moves)))[-1] == "  nothing moved"

@@ -49,8 +49,8 @@ from timeball.node.data_folder import write_format
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    """The ready line has all that a program needs. Exit code 0, and acknowledged messages are there after a restart."""
+def test_a_signal_ends_the_broker_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    """The ready line is complete. The exit code is 0, and the next start has the acknowledged messages."""
     data = str(tmp_path / "d")
     with running("serve", "--json", "--port", "0", "--data", data) as server:
         ready = server.wait_line(event="ready")
@@ -77,11 +77,13 @@ def test_the_ready_line_names_the_dashboard_if_there_is_one(
 
 
 def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two brokers on one log would destroy it, and gRPC would share the port silently."""
+    """Two brokers on one log would destroy it, and gRPC lets two processes share a port."""
     monkeypatch.chdir(tmp_path)
     with serving(Path("d")) as ready, client_of(ready) as ball:
-        told = ball.status()["table"]["uri"]
-        assert told == str(tmp_path / "d" / "pending"), "Spark's workers have a working folder of their own"
+        table_uri = ball.status()["table"]["uri"]
+        assert table_uri == str(tmp_path / "d" / "pending"), (
+            "Spark's workers have a working folder of their own"
+        )
         port = str(ready["port"])
         for options, words in (
             (["--port", port, "--data", "other"], f"--port {port}"),
@@ -93,7 +95,7 @@ def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
-    """Says which format it has and which one this version reads."""
+    """The error names the format of the folder, and nothing in the folder changes."""
     data = tmp_path / "d"
     with running_node(data):
         pass
@@ -116,7 +118,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
-    """--data wants a folder."""
+    """The error names the option --data."""
     (tmp_path / "d").write_text("")
     ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
@@ -124,7 +126,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_options_come_from_the_environment_and_from_a_file(tmp_path: Path) -> None:
-    """The environment wins over the file."""
+    """The environment wins over the file: the port is not that of the file."""
     file = tmp_path / "timeball.toml"
     file.write_text(f'data = "{tmp_path / "from-file"}"\nport = 1\n')
     with running("serve", "--json", "--settings", str(file), TIMEBALL_PORT="0") as server:
@@ -150,18 +152,18 @@ def test_an_access_file_that_others_may_read_is_named(tmp_path: Path) -> None:
     assert ended.returncode == 4 and "--access-file" in ended.stderr and "chmod 600" in ended.stderr
 
 
-def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path: Path) -> None:
-    """Taken from the environment: a secret must not appear in a process list."""
+def test_commands_use_keys_and_roots_of_the_environment_and_sighup_reloads_accounts(tmp_path: Path) -> None:
+    """A secret in the environment does not appear in a list of processes. An invalid access file changes nothing."""
     issued, path = certificate(tmp_path / "tls"), access_file(tmp_path)
     options = ["--tls-cert", issued.cert, "--tls-key", issued.key, "--access-file", str(path)]
     options += ["--log-level", "info", "--log-format", "json"]
     with running("serve", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as server:
         ready = server.wait_line(event="ready")
         assert ready["endpoint"].startswith("grpc+tls://")
-        known = {"TIMEBALL_ENDPOINT": http_endpoint_of(ready), "TIMEBALL_TLS_ROOTS": issued.roots}
-        shop = {**known, "TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": "shop secret 1"}
+        address_and_roots = {"TIMEBALL_ENDPOINT": http_endpoint_of(ready), "TIMEBALL_TLS_ROOTS": issued.roots}
+        shop = {**address_and_roots, "TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": "shop secret 1"}
         assert run_here("send", "orders", "x", **shop).returncode == 0
-        for refused in (known, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
+        for refused in (address_and_roots, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
             ended = run_here("send", "orders", "x", **refused)
             assert ended.returncode == 2 and "access key" in ended.stderr and "secret 1" not in ended.stderr
         ended = run_here("send", "news", "x", **shop)
@@ -170,8 +172,8 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
         os.kill(server.pid, signal.SIGHUP)
         shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
         eventually(lambda: run_here("send", "orders", "x", **shop).returncode == 0, "the new secret is known")
-        told = [json.loads(line) for line in server.errors]
-        assert [line["level"] for line in told if line["logger"] == "timeball.io.security"] == ["INFO"]
+        lines = [json.loads(line) for line in server.errors]
+        assert [line["level"] for line in lines if line["logger"] == "timeball.io.security"] == ["INFO"]
         access_file(tmp_path, "not TOML")
         os.kill(server.pid, signal.SIGHUP)
         eventually(lambda: [line for line in server.errors if "--access-file" in line], "the mistake is told")
@@ -180,14 +182,14 @@ def test_commands_with_keys_and_a_certificate_and_accounts_that_change(tmp_path:
 
 
 def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) -> None:
-    """A shell's soft limit is not the broker's: otherwise a few hundred connections would stop its log."""
+    """A broker raises the soft limit of its shell. With 200 files, a few hundred connections would stop its log."""
     words = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "d")]
     limited = ["sh", "-c", 'ulimit -Sn 200; exec "$@"', "sh", *words]
-    with ExitStack() as strangers, running(command=limited) as server:
+    with ExitStack() as connections, running(command=limited) as server:
         ready = server.wait_line(event="ready")
         host, _, port = ready["remoting"].rpartition(":")
         for _ in range(300):
-            strangers.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
+            connections.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
         with client_of(ready) as ball:
             assert ball.send("orders", "x").seq == 2
             assert ball.compact() is None
@@ -195,7 +197,7 @@ def test_connections_do_not_take_the_files_that_the_log_needs(tmp_path: Path) ->
 
 
 def limited(files: int, *arguments: str) -> list[str]:
-    """The command in a shell that allows so many open files."""
+    """Build the command `timeball serve` in a shell that allows so many open files."""
     return ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *COMMAND, "serve", *arguments]
 
 
@@ -207,7 +209,8 @@ def test_too_few_descriptors_are_refused_in_a_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def gets_in(ready: dict[str, Any]) -> bool:
+def is_served(ready: dict[str, Any]) -> bool:
+    """True if a new client can send a message to the broker with this ready line."""
     try:
         with client_of(ready) as new:
             new.send("orders", "last")
@@ -217,23 +220,23 @@ def gets_in(ready: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-def test_strangers_who_only_connect_stop_neither_the_log_nor_those_who_come_later(tmp_path: Path) -> None:
-    """Three times as many as there are descriptors, at all edges, while segments fill and begin."""
+def test_idle_connections_stop_neither_the_log_nor_later_clients(tmp_path: Path) -> None:
+    """Three times as many connections as descriptors are opened at three edges, while segments fill and begin."""
     options = ["--json", "--port", "0", "--data", str(tmp_path / "d"), "--segment-bytes", "1048576"]
     with ExitStack() as stack:
         server = stack.enter_context(running(command=limited(256, *options)))
         ready = server.wait_line(event="ready")
         ports = [ready["port"], *(int(ready[edge].rpartition(":")[2]) for edge in ("remoting", "grpc"))]
-        known = stack.enter_context(client_of(ready))
-        known.send("orders", "first")
+        early_client = stack.enter_context(client_of(ready))
+        early_client.send("orders", "first")
         for number in range(750):
-            stranger = stack.enter_context(socket.socket())
-            stranger.setblocking(False)
-            stranger.connect_ex(("127.0.0.1", ports[number % 3]))
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", ports[number % 3]))
             if number % 50 == 0:
-                known.send("orders", bytes(300_000))
-        assert known.status()["log"]["bytes"] > 3 * 1_048_576, "segments have begun meanwhile"
-        eventually(lambda: gets_in(ready), "one who comes later stands in line, and gets in")
+                early_client.send("orders", bytes(300_000))
+        assert early_client.status()["log"]["bytes"] > 3 * 1_048_576, "segments have begun meanwhile"
+        eventually(lambda: is_served(ready), "a later client waits for a descriptor, and is served")
         assert server.end(signal.SIGTERM) == 0
 
 
@@ -244,6 +247,7 @@ def test_a_name_server_without_a_cluster_is_refused(capsys: pytest.CaptureFixtur
 
 
 async def _own() -> asyncio.AbstractEventLoop:
+    """Return the running event loop."""
     return asyncio.get_running_loop()
 
 
@@ -260,14 +264,14 @@ SETTINGS = replace(
 )
 
 
-def test_a_group_has_a_name_a_folder_and_ports_of_its_own() -> None:
+def test_each_group_has_its_own_node_name_folder_and_ports() -> None:
     first, second = (build_options(SETTINGS, group, index) for index, group in enumerate(["g1", "g2"]))
     assert (first["node"], first["data"]) == ("a.g1", "d/g1")
     assert (second["node"], second["data"], second["group"]) == ("a.g2", "d/g2", "g2")
     assert first["port"] == str(SETTINGS.port)
     for name in PORTS:
         assert int(second[name]) == int(first[name]) + PORTS_APART
-    # The name server answers for all groups, and is not theirs.
+    # The supervisor runs the one name server for all groups.
     assert {first["name_server_port"], second["name_server_port"]} == {"-1"}
 
 
@@ -277,14 +281,15 @@ def test_an_edge_that_is_left_out_stays_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "second"),
+    ("advertise", "of_second_group"),
     [("", ""), ("host", "host"), ("host:10911", "host:11011"), ("::1", "::1"), ("[::1]:9", "[::1]:109")],
 )
-def test_the_address_for_clients_moves_with_its_port(given: str, second: str) -> None:
-    assert build_options(replace(SETTINGS, advertise=given), "g2", 1)["advertise"] == second
+def test_the_advertised_port_moves_with_the_ports_of_the_group(advertise: str, of_second_group: str) -> None:
+    options = build_options(replace(SETTINGS, advertise=advertise), "g2", 1)
+    assert options["advertise"] == of_second_group
 
 
-def test_ports_beyond_the_last_are_refused() -> None:
+def test_a_port_above_65535_is_refused() -> None:
     with pytest.raises(SetupError, match=r"g2 would listen on 65\d+"):
         build_options(replace(SETTINGS, port=65_500), "g2", 1)
 
@@ -297,13 +302,13 @@ def test_the_options_of_a_group_come_last() -> None:
 
 
 @pytest.mark.parametrize("names", ["g1,", "g1,g1", ",g1"])
-def test_each_group_is_named_once(names: str) -> None:
+def test_an_empty_or_repeated_group_name_is_refused(names: str) -> None:
     with pytest.raises(SetupError, match="name each group once"):
         parse_group_names(replace(SETTINGS, group=names))
 
 
 @pytest.mark.xdist_group("etcd")
-def test_two_groups_run_are_started_again_and_end(tmp_path: Path) -> None:
+def test_the_process_of_each_group_runs_starts_again_after_a_kill_and_ends(tmp_path: Path) -> None:
     need_etcd()
     with EtcdCluster(tmp_path / "etcd", size=1) as etcd:
         node = Supervised(tmp_path, etcd.endpoints, blocks_of_ports(1, 2)[0])
@@ -326,11 +331,11 @@ def test_two_groups_run_are_started_again_and_end(tmp_path: Path) -> None:
 
 
 def test_a_group_that_cannot_start_ends_all(tmp_path: Path) -> None:
-    """No etcd is needed to find that a port is taken."""
+    """The port of the second group is taken. The command finds that without etcd."""
     (ports,) = blocks_of_ports(1, 2)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports["grpc-port"] + PORTS_APART))
-        taken.listen()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", ports["grpc-port"] + PORTS_APART))
+        holder.listen()
         node = Supervised(tmp_path, [f"http://127.0.0.1:{free_ports(1)[0]}"], ports)
         assert node.process.wait(BOUND_S) == ExitCode.SETUP
     assert "the process of group g2 cannot start" in node.text
@@ -341,23 +346,23 @@ EDGES = ("port", "http-port", "name-server-port", "remoting-port", "grpc-port", 
 
 
 def command(data: Path, **ports: int) -> list[str]:
+    """Build the arguments of a replica on free ports, or on these `ports`. No etcd runs at its address."""
     chosen = dict(zip(EDGES, free_ports(len(EDGES)), strict=True)) | ports
     options = [word for name, port in chosen.items() for word in (f"--{name}", str(port))]
-    # No etcd is needed to find these out.
     etcd = f"http://127.0.0.1:{free_ports(1)[0]}"
     return ["serve", "--cluster", "c", "--node", "a", "--etcd", etcd, "--data", str(data), *options]
 
 
 @pytest.mark.parametrize("edge", ["replication-port", "port", "grpc-port"])
-def test_a_port_that_is_taken_is_named(tmp_path: Path, edge: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = int(taken.getsockname()[1])
+def test_a_port_in_use_is_named_after_the_log_has_begun(tmp_path: Path, edge: str) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = int(holder.getsockname()[1])
         ended = run_here(*command(tmp_path / "d", **{edge: port}))
     assert ended.returncode == ExitCode.SETUP
     assert str(port) in ended.stderr and len(ended.stderr.splitlines()) == 1
-    # The folder is free again.
+    # The node had created its log before it opened the port.
     assert RealFiles(tmp_path / "d").list_dir("log")
 
 
@@ -379,10 +384,11 @@ def test_required_settings_are_requested(tmp_path: Path, left_out: str) -> None:
     assert ended.returncode != 0 and left_out in ended.stderr
 
 
-def test_the_pause_before_a_restart_doubles_and_ends_after_a_steady_run() -> None:
+def test_the_pause_before_a_restart_doubles_and_is_reset_by_a_steady_run() -> None:
     clock, environment = ManualClock(), dict[str, str]()
 
     def begin(ran_ms: int) -> float:
+        """Begin a start after a run of `ran_ms`. Returns the pause before it, in seconds."""
         clock.advance(ran_ms)
         # Each start is one of a new process: it knows only the environment.
         wait_s = RestartPauses(clock, environment).begin()
@@ -408,14 +414,15 @@ main()
 
 
 def test_a_replica_whose_error_recurs_waits_longer_and_longer(tmp_path: Path) -> None:
-    """The process replaces itself, and the new process knows the pauses of those before it."""
+    """The process replaces itself, and the new process knows the pauses of the processes before it."""
     program = [sys.executable, "-c", FAILS_AT_EACH_START]
     replica = Running(command=[*program, *command(tmp_path / "d"), "--json"])
 
     def next_pauses_ms() -> list[int]:
-        variables = Path(f"/proc/{replica.pid}/environ").read_text().split("\0")  # empty while it is replaced
-        found = [line.removeprefix(f"{RESTARTS}=") for line in variables if line.startswith(RESTARTS)]
-        return [int(state.split()[0]) for state in found]
+        """Read the next pause from the environment of the process. Empty while the process is replaced."""
+        variables = Path(f"/proc/{replica.pid}/environ").read_text().split("\0")
+        states = [line.removeprefix(f"{RESTARTS}=") for line in variables if line.startswith(RESTARTS)]
+        return [int(state.split()[0]) for state in states]
 
     try:
         replica.wait_line(event="ready")

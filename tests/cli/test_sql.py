@@ -24,6 +24,7 @@ BY_TOPIC = "select topic, count(*) as waiting, min(due) as first from pending gr
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A broker with three messages for `mail` in the pending table, and one for `bills` in the tail of the log."""
     with running_node(tmp_path_factory.mktemp("sql") / "d", compact_rows=0) as running:
         with running.client() as ball:
             ball.send_many([{"topic": "mail", "body": f"m{i}", "after": "10000s"} for i in range(3)])
@@ -32,7 +33,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield running
 
 
-def test_a_table_for_people_and_its_version_beside_it(node: RunningNode) -> None:
+def test_a_table_is_on_stdout_and_its_version_on_stderr(node: RunningNode) -> None:
     done = run_here("sql", BY_TOPIC, "--endpoint", node.endpoint)
     assert done.returncode == 0, done.stderr
     head, line, *rows = done.stdout.splitlines()
@@ -44,10 +45,10 @@ def test_a_table_for_people_and_its_version_beside_it(node: RunningNode) -> None
 
 def test_json_has_version_and_rows(node: RunningNode) -> None:
     done = run_here("sql", BY_TOPIC, "--json", "--endpoint", node.endpoint)
-    found = json.loads(done.stdout)
-    assert found["version"]["table"] == 1
-    assert [(row["topic"], row["waiting"]) for row in found["rows"]] == [("bills", 1), ("mail", 3)]
-    assert found["rows"][0]["first"].endswith("Z")
+    document = json.loads(done.stdout)
+    assert document["version"]["table"] == 1
+    assert [(row["topic"], row["waiting"]) for row in document["rows"]] == [("bills", 1), ("mail", 3)]
+    assert document["rows"][0]["first"].endswith("Z")
 
 
 def test_csv_has_all_rows(node: RunningNode, tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_csv_has_all_rows(node: RunningNode, tmp_path: Path) -> None:
     assert piped.stdout == done.stdout
 
 
-def test_a_long_answer_is_cut_and_says_so(node: RunningNode) -> None:
+def test_a_long_answer_is_cut_with_a_note(node: RunningNode) -> None:
     done = run_here("sql", "from range(100)", "--limit-rows", "3", "--endpoint", node.endpoint)
     assert [line.strip() for line in done.stdout.splitlines()[2:]] == ["0", "1", "2"]
     assert "the first 3 rows" in done.stderr
@@ -71,12 +72,12 @@ def test_a_long_answer_is_cut_and_says_so(node: RunningNode) -> None:
 
 def test_without_a_query_the_views_are_shown() -> None:
     done = run_here("sql")
-    shown = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    views = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     tables = ["pending", "pending_table", "ledger", "archive", "log", "schedules", "selections"]
-    assert list(shown) == [*tables, "scheduled"]
-    assert "due_ms" in shown["pending"] and ", due," in shown["pending"]
-    found = json.loads(run_here("sql", "--json").stdout)["views"]
-    assert {"seq", "state", "cause", "released"} <= set(found["scheduled"])
+    assert list(views) == [*tables, "scheduled"]
+    assert "due_ms" in views["pending"] and ", due," in views["pending"]
+    documents = json.loads(run_here("sql", "--json").stdout)["views"]
+    assert {"seq", "state", "cause", "released"} <= set(documents["scheduled"])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_values_are_converted_for_json() -> None:
     ]  # fmt: skip
 
 
-def test_lines_are_aligned_and_what_cannot_be_shown_is_not() -> None:
+def test_lines_are_aligned_and_control_characters_become_dots() -> None:
     shown = list(lines(["name", "n"], [["a\nb", 5], ["x" * 100, 1_000], [None, None]]))
     assert shown[0].endswith("     n")
     assert shown[2].startswith("a·b ") and shown[2].endswith("     5")
@@ -135,19 +136,20 @@ DAY_MS = 24 * HOUR_MS
 
 
 def _pending(endpoint: str, *options: str) -> dict[str, Any]:
+    """Run `timeball pending`, and return its document."""
     ended = run_here("pending", "--json", *options, "--endpoint", endpoint)
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+    document: dict[str, Any] = json.loads(ended.stdout)
+    return document
 
 
-def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -> None:
-    """Before and after compaction the same scheduled messages wait."""
+def test_pending_counts_tail_and_table_without_cancelled_messages(tmp_path: Path) -> None:
+    """The count of pending messages is the same before and after a compaction."""
     with running_node(tmp_path / "d") as node, node.client() as ball:
         endpoint = node.endpoint
         assert _pending(endpoint)["waiting"] == 0
         now_ms = ball.status()["now_ms"]
-        # In the middle of hours, so that none of them ends while this runs.
+        # All messages are due in the middle of an hour, so that none of these hours ends while the test runs.
         begin_ms = now_ms // DAY_MS * DAY_MS + 2 * DAY_MS + HOUR_MS // 2
         rows = [
             {"topic": "t", "body": b"x", "unique_key": f"m{i}", "due_ms": begin_ms + i % 4 * HOUR_MS}
@@ -155,21 +157,21 @@ def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -
         ]
         ball.send_many(rows)
         ball.cancel(ids=["m0", "m4"])
-        found = _pending(endpoint, "--by", "hour")
-        assert (found["waiting"], found["tail_rows"], found["table_rows"]) == (98, 98, 0)
-        assert list(found["due"].values()) == [23, 25, 25, 25]
+        document = _pending(endpoint, "--by", "hour")
+        assert (document["waiting"], document["tail_rows"], document["table_rows"]) == (98, 98, 0)
+        assert list(document["due"].values()) == [23, 25, 25, 25]
         ball.compact()
         ball.cancel(ids=["m1"])
         ball.send_many([{"topic": "t", "body": b"y", "due_ms": begin_ms}])
-        found = _pending(endpoint, "--by", "hour")
-        assert (found["waiting"], found["tail_rows"]) == (98, 1)
-        assert list(found["due"].values()) == [24, 24, 25, 25]
+        document = _pending(endpoint, "--by", "hour")
+        assert (document["waiting"], document["tail_rows"]) == (98, 1)
+        assert list(document["due"].values()) == [24, 24, 25, 25]
         shown = run_here("pending", "--endpoint", endpoint)
         assert "98 waiting" in shown.stdout and "█" in shown.stdout
 
 
 def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_lies(tmp_path: Path) -> None:
-    """In two rows, in three, and in the last alone when retention has let the others go."""
+    """It is counted once with two rows, with three, and with its last row if retention has removed the other rows."""
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, node.client() as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
         places = write_again(node, 2, 3, 4)
@@ -179,9 +181,9 @@ def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_
         fill_segment(node)
         write_again(node, 2, 4, 5, 6, 7, 8)
         assert apply_retention(node) > 10
-        # The control: the eighth and the tenth were not written again.
-        found = count_waiting(node.endpoint)
-        assert (found.tail_rows, sum(found.hours.values())) == (6, 6)
+        # A control: the eighth and the tenth message were not written again, so retention has removed them.
+        counts = count_waiting(node.endpoint)
+        assert (counts.tail_rows, sum(counts.hours.values())) == (6, 6)
 
 
 def test_a_moved_row_is_ignored_once_the_table_has_the_message(tmp_path: Path) -> None:
@@ -192,8 +194,8 @@ def test_a_moved_row_is_ignored_once_the_table_has_the_message(tmp_path: Path) -
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (0, 4)
 
 
-def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
-    """Only what is due after the broker's now is counted, in the tail as in the table."""
+def test_only_messages_due_after_the_time_of_the_broker_are_counted(tmp_path: Path) -> None:
+    """This holds for the tail and for the table."""
     clock = ManualClock()
     with running_node(tmp_path / "d", clock, compact_rows=0) as node, node.client() as ball:
         due = [clock.wall + delay_ms for delay_ms in (999, 1_000, 1_001)]
@@ -202,8 +204,8 @@ def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
         ball.compact()
         assert count_waiting(node.endpoint).table_rows == 3
         clock.advance(1_000)
-        found = count_waiting(node.endpoint)
-        assert (found.table_rows, found.now_ms) == (1, clock.wall)
+        counts = count_waiting(node.endpoint)
+        assert (counts.table_rows, counts.now_ms) == (1, clock.wall)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +213,9 @@ def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
     [(10, BarWidth.HOUR), (47 * 24, BarWidth.DAY), (400 * 24, BarWidth.MONTH), (10**5, BarWidth.YEAR)],
 )
 def test_auto_takes_the_finest_unit_that_fits(span_hours: int, unit: BarWidth) -> None:
-    """Never more bars than a screen has lines."""
-    found = PendingCounts(now_ms=0, hours=dict.fromkeys(range(1, span_hours), 1))
-    chosen = found.by(BarWidth.AUTO)
-    assert chosen == found.by(unit)
+    """AUTO gives at most BARS_MAX bars, as many as a screen has lines."""
+    counts = PendingCounts(now_ms=0, hours=dict.fromkeys(range(1, span_hours), 1))
+    chosen = counts.by(BarWidth.AUTO)
+    assert chosen == counts.by(unit)
     assert len(chosen) <= BARS_MAX
     assert sum(chosen.values()) == span_hours - 1

@@ -16,20 +16,20 @@ from timeball import Timeball, __version__
 from timeball.cli.status import _labelled_lines, _punctuality
 
 
-def test_json_is_what_the_broker_says(endpoint: str) -> None:
-    """docs/flight.md names the fields."""
+def test_status_with_json_prints_the_answer_of_the_broker(endpoint: str) -> None:
+    """docs/flight.md describes the fields."""
     found = json.loads(run_here("status", "--json", "--endpoint", endpoint).stdout)
     assert found["version"] == __version__
     assert found["log"]["durable_seq"] <= found["log"]["next_seq"]
     assert found["schedule"].keys() >= {"tail_rows", "wheel_rows", "table_rows", "cancelled_rows"}
 
 
-def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
-    """In a narrow terminal lines are folded, not cut."""
+def test_status_for_people_has_a_labelled_line_for_each_figure(endpoint: str) -> None:
+    """A narrow terminal folds lines and does not cut them."""
     shown = run_here("status", "--endpoint", endpoint, COLUMNS="60")
     assert shown.returncode == 0
     labels = [label for line in shown.stdout.splitlines() if (label := line[:13].strip())]
-    wanted = [
+    expected = [
         "broker",
         "log",
         "on disk up to",
@@ -44,40 +44,41 @@ def test_people_see_a_line_for_each_matter(endpoint: str) -> None:
         "time zones",
         "memory",
     ]
-    assert labels == wanted
+    assert labels == expected
     assert endpoint in shown.stdout
 
 
-def test_watch_looks_again_until_ctrl_c(endpoint: str) -> None:
-    """As a process, because a signal ends it; each look is a line of JSON."""
+def test_watch_prints_the_status_again_until_ctrl_c(endpoint: str) -> None:
+    """The command runs as a process, because a signal ends it."""
     with subprocess.Popen(
         [*COMMAND, "status", "--watch", "--every", "1ms", "--json", "--endpoint", endpoint],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as watching:  # fmt: skip
         assert watching.stdout is not None
-        looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        statuses = [json.loads(watching.stdout.readline()) for _ in range(3)]
         watching.send_signal(signal.SIGINT)
-        _, said = watching.communicate(timeout=BOUND_S)
-    assert [look["version"] for look in looks] == [__version__] * 3
-    assert (watching.returncode, said) == (0, "")
+        _, errors = watching.communicate(timeout=BOUND_S)
+    assert [status["version"] for status in statuses] == [__version__] * 3
+    assert (watching.returncode, errors) == (0, "")
 
 
-def test_punctuality_is_the_bound_that_holds_for_99_in_100() -> None:
-    """And the latest of all, which may be far beyond it."""
-    none = {"released": 0, "max_ms": 0, "buckets": {}}
-    assert _punctuality(none) == "nothing since the broker started"
-    found = {"released": 1_000, "max_ms": 80, "buckets": {"<=1 ms": 900, "<=5 ms": 95, "more": 5}}
-    assert _punctuality(found).endswith("99 % of them late by <=5 ms, the latest 80 ms")
+def test_punctuality_shows_the_bound_of_99_percent_and_the_latest_message() -> None:
+    """The latest message may be far beyond the bound."""
+    no_releases = {"released": 0, "max_ms": 0, "buckets": {}}
+    assert _punctuality(no_releases) == "nothing since the broker started"
+    lateness = {"released": 1_000, "max_ms": 80, "buckets": {"<=1 ms": 900, "<=5 ms": 95, "more": 5}}
+    assert _punctuality(lateness).endswith("99 % of them late by <=5 ms, the latest 80 ms")
 
 
 @pytest.mark.parametrize("uri", ["ftp://127.0.0.1:7400", "7400"])
-def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
-    """Exit code 2."""
+def test_a_malformed_endpoint_is_a_usage_error(uri: str) -> None:
+    """The forms are a wrong scheme, and an address without a scheme."""
     assert run_here("status", "--endpoint", uri).returncode == 2
 
 
 @pytest.fixture
 def status() -> dict[str, Any]:
+    """The status of a broker with 20 messages in the tail, three of which are near."""
     return {
         "version": "1", "pid": 1, "waiting_messages": 23, "redelivery_messages": 4,
         "anon_bytes": 1, "rss_bytes": 2, "tzdata": "2026.6", "levels": {"waiting_rows": 0},
@@ -88,32 +89,32 @@ def status() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_pending_rows_of_the_log_agree_with_the_schedule(status: dict[str, Any]) -> None:
-    told = dict(_labelled_lines("e", status))
-    assert told["schedule"] == "hour_log"
-    assert (told["waiting"], told["redeliveries"]) == ("23", "4")
-    assert told["kept"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
+def test_the_line_kept_counts_the_pending_rows_as_the_strategy_stores_them(status: dict[str, Any]) -> None:
+    lines = dict(_labelled_lines("e", status))
+    assert lines["schedule"] == "hour_log"
+    assert (lines["waiting"], lines["redeliveries"]) == ("23", "4")
+    assert lines["kept"] == "20 in the log's tail, 0 in the pending table, 3 near their instant"
     status["strategy"], status["schedule"]["tail_rows"] = "timer_wheel", 0
     status["schedule"] |= {"waiting_rows": 4_321, "wheel_rows": 2}
-    told = dict(_labelled_lines("e", status))
-    assert told["schedule"] == "timer_wheel"
-    assert told["kept"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
+    lines = dict(_labelled_lines("e", status))
+    assert lines["schedule"] == "timer_wheel"
+    assert lines["kept"] == "4,321 in the log, 0 in the pending table, 3 near their instant"
 
 
-def test_a_full_disk_cannot_be_overlooked(status: dict[str, Any]) -> None:
+def test_a_full_disk_is_shown_in_capitals(status: dict[str, Any]) -> None:
     assert dict(_labelled_lines("e", status))["disk"] == "5 MiB free"
     status["disk"]["no_room"] = "disk full"
     assert dict(_labelled_lines("e", status))["disk"] == "5 MiB free: NEW MESSAGES ARE REFUSED, disk full"
 
 
-def test_an_object_store_that_does_not_answer_cannot_be_overlooked(status: dict[str, Any]) -> None:
+def test_an_object_store_that_does_not_answer_is_shown_in_capitals(status: dict[str, Any]) -> None:
     assert "object store" not in dict(_labelled_lines("e", status))
-    stored = {"uri": "s3://b/t", "cached_bytes": 5 << 20, "problem": "", "missing_files": 0}
-    status["table"] |= stored
+    store = {"uri": "s3://b/t", "cached_bytes": 5 << 20, "problem": "", "missing_files": 0}
+    status["table"] |= store
     assert dict(_labelled_lines("e", status))["object store"] == "s3://b/t, 5 MiB here"
     status["table"] |= {"problem": "slow down", "missing_files": 2}
-    told = dict(_labelled_lines("e", status))["object store"]
-    assert told == "s3://b/t, 5 MiB here, 2 FILES DUE SOON ARE MISSING; DOES NOT ANSWER: slow down"
+    line = dict(_labelled_lines("e", status))["object store"]
+    assert line == "s3://b/t, 5 MiB here, 2 FILES DUE SOON ARE MISSING; DOES NOT ANSWER: slow down"
 
 
 def test_delay_levels_have_a_line_if_they_have_messages(status: dict[str, Any]) -> None:
@@ -122,9 +123,9 @@ def test_delay_levels_have_a_line_if_they_have_messages(status: dict[str, Any]) 
     assert dict(_labelled_lines("e", status))["for delay levels"] == "1,234"
 
 
-def test_no_bound_is_above_the_latest() -> None:
-    found = {"released": 100, "max_ms": 14_000, "buckets": {"<=1ms": 50, "<=60000ms": 50}}
-    assert _punctuality(found).endswith("99 % of them late by <=14000ms, the latest 14000 ms")
+def test_the_shown_bound_is_never_above_the_latest_message() -> None:
+    lateness = {"released": 100, "max_ms": 14_000, "buckets": {"<=1ms": 50, "<=60000ms": 50}}
+    assert _punctuality(lateness).endswith("99 % of them late by <=14000ms, the latest 14000 ms")
 
 
 def test_topics_are_listed_with_their_queues_and_messages(endpoint: str) -> None:
@@ -145,13 +146,13 @@ def test_one_topic_is_shown_queue_by_queue(endpoint: str) -> None:
     with Timeball(endpoint) as ball:
         ball.create_topic("one-listed", 2)
         ball.send("one-listed", "x")
-    found = run_here("topics", "one-listed", "--json", "--endpoint", endpoint)
-    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    printed = run_here("topics", "one-listed", "--json", "--endpoint", endpoint)
+    rows = [json.loads(line) for line in printed.stdout.splitlines()]
     assert [row["queue"] for row in rows] == [0, 1] and sum(row["max"] for row in rows) == 1
     assert "queue" in run_here("topics", "one-listed", "--endpoint", endpoint).stdout
 
 
-def test_a_topic_that_is_not_there_is_a_fault_of_usage(endpoint: str) -> None:
+def test_an_unknown_topic_is_a_usage_error(endpoint: str) -> None:
     missing = run_here("topics", "no-such-topic", "--endpoint", endpoint)
     assert missing.returncode == 2 and "no-such-topic" in missing.stderr
 
@@ -162,8 +163,8 @@ def test_groups_are_listed_with_their_lag(endpoint: str) -> None:
         ball.send_many([{"body": "x"}] * 5, topic="behind")
         held = ball.pull("behind", "laggards", max_messages=2)
         assert held[0].ack()
-        found = run_here("groups", "laggards", "--json", "--endpoint", endpoint)
-        (state,) = [json.loads(line) for line in found.stdout.splitlines()]
+        printed = run_here("groups", "laggards", "--json", "--endpoint", endpoint)
+        (state,) = [json.loads(line) for line in printed.stdout.splitlines()]
         assert (state["group"], state["dead_letters"]) == ("laggards", 0)
         assert [topic["topic"] for topic in state["topics"]] == ["behind"]
         assert state["lag"] >= 3
@@ -183,22 +184,24 @@ def test_a_group_of_several_topics_is_shown_topic_by_topic(endpoint: str) -> Non
     assert "both " in shown and "behind-a" in shown and "behind-b" in shown and " all " in shown
 
 
-def test_a_group_that_is_not_there_is_a_fault_of_usage(endpoint: str) -> None:
+def test_an_unknown_group_is_a_usage_error(endpoint: str) -> None:
     missing = run_here("groups", "no-such-group", "--endpoint", endpoint)
     assert missing.returncode == 2 and "no-such-group" in missing.stderr
 
 
 def give_up(ball: Timeball, group: str, bodies: list[bytes]) -> None:
+    """Make a dead letter of a group from each of these bodies. The topic is `of-<group>`."""
     topic = f"of-{group}"
     ball.create_topic(topic, 1)
     ball.send_many([{"body": body} for body in bodies], topic=topic)
-    done = 0
-    while done < len(bodies):
+    count = 0
+    while count < len(bodies):
         for message in ball.pull(topic, group):
-            done += message.dead_letter()
+            count += message.dead_letter()
 
 
-def listed(endpoint: str, group: str, *more: str) -> list[dict[str, object]]:
+def list_dead_letters(endpoint: str, group: str, *more: str) -> list[dict[str, object]]:
+    """List the dead letters of a group, with the options `more`."""
     ran = run_here("dead-letters", "list", group, "--json", *more, "--endpoint", endpoint)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
@@ -208,20 +211,22 @@ def test_dead_letters_are_listed_page_by_page(endpoint: str, monkeypatch: pytest
     monkeypatch.setattr("timeball.cli.status.PAGE_ROWS", 2)
     with Timeball(endpoint) as ball:
         give_up(ball, "listers", [b"a", b"b", b"\xff", b"d", b"x" * 200])
-    rows = listed(endpoint, "listers")
+    rows = list_dead_letters(endpoint, "listers")
     assert sorted(str(row.get("body", row.get("body_base64"))) for row in rows) == sorted(
         ["a", "b", "/w==", "d", "x" * 200]
     )
     assert {row["topic"] for row in rows} == {"of-listers"}
-    assert len(listed(endpoint, "listers", "--max", "3")) == 3
+    assert len(list_dead_letters(endpoint, "listers", "--max", "3")) == 3
     shown = run_here("dead-letters", "list", "listers", "--max", "4", "--endpoint", endpoint)
     assert len(shown.stdout.splitlines()) == 4 and "there are more" in shown.stderr
 
 
-def test_those_named_are_sent_again_and_the_others_deleted(endpoint: str) -> None:
+def test_a_named_dead_letter_is_sent_again_and_all_others_are_deleted(endpoint: str) -> None:
     with Timeball(endpoint) as ball:
         give_up(ball, "again", [b"1", b"2", b"3"])
-        name = next(str(row["dead_letter"]) for row in listed(endpoint, "again") if row["body"] == "2")
+        name = next(
+            str(row["dead_letter"]) for row in list_dead_letters(endpoint, "again") if row["body"] == "2"
+        )
         sent = run_here("dead-letters", "resend", "again", name, "--endpoint", endpoint)
         assert (sent.returncode, sent.stdout) == (0, "1 sent again\n")
         (message,) = ball.pull("of-again", "again", wait="30s")
@@ -230,7 +235,7 @@ def test_those_named_are_sent_again_and_the_others_deleted(endpoint: str) -> Non
         assert late.returncode == 1 and "1 not there any more" in late.stdout
         gone = run_here("dead-letters", "delete", "again", "--all", "--json", "--endpoint", endpoint)
         assert json.loads(gone.stdout)["rows"] == 2
-        assert listed(endpoint, "again") == []
+        assert list_dead_letters(endpoint, "again") == []
 
 
 @pytest.mark.parametrize(
@@ -251,12 +256,12 @@ def test_limits_of_a_topic_and_of_a_group_are_set(endpoint: str) -> None:
         shown = run_here("groups", "limited-here", "--max-per-key", "2", "--json", "--endpoint", endpoint)
         assert json.loads(shown.stdout)["max_per_key"] == 2
         assert ball.groups("limited-here")[0].max_per_key == 2
-        told = run_here("groups", "limited-here", "--endpoint", endpoint).stderr
-        assert "group limited-here: its members hold at most 2 of the messages with one key" in told
+        note = run_here("groups", "limited-here", "--endpoint", endpoint).stderr
+        assert "group limited-here: its members hold at most 2 of the messages with one key" in note
         for limit, text in (("50", "at most 50"), ("0", "any number of")):
-            told = run_here(
+            note = run_here(
                 "topics", "limited-here", "--max-per-second", limit, "--endpoint", endpoint
             ).stderr
-            assert f"topic limited-here: {text} messages a second" in told
+            assert f"topic limited-here: {text} messages a second" in note
     for command in (("topics", "--max-per-second", "5"), ("groups", "--max-per-key", "5")):
         assert "name it" in run_here(*command, "--endpoint", endpoint).stderr

@@ -1,4 +1,4 @@
-"""What systemd is told, by a datagram socket in its place: the states of a real `timeball serve`, in their order."""
+"""The notifications to systemd, received by a datagram socket in its place, also those of a real `timeball serve`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from timeball.cli.serve import Systemd
 
 @contextmanager
 def listener(address: str) -> Iterator[socket.socket]:
+    """Yield a socket at systemd's address, which receives the notifications."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind("\0" + address[1:] if address.startswith("@") else address)
         receiver.settimeout(BOUND_S)
@@ -34,6 +35,7 @@ def fields(receiver: socket.socket) -> dict[str, str]:
 
 @pytest.fixture(params=["path", "abstract"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of systemd's socket: a path, or a name in the abstract namespace."""
     return str(tmp_path / "notify") if request.param == "path" else f"@timeball-{uuid.uuid4()}"
 
 
@@ -58,8 +60,8 @@ def test_the_watchdog_notifies_repeatedly_until_cancelled(address: str) -> None:
         async def main() -> None:
             watchdog = asyncio.create_task(systemd.run_watchdog())
             for _ in range(3):
-                told = await asyncio.to_thread(fields, receiver)
-                assert told == {"WATCHDOG": "1"}
+                notification = await asyncio.to_thread(fields, receiver)
+                assert notification == {"WATCHDOG": "1"}
             watchdog.cancel()
 
         asyncio.run(main())
@@ -91,7 +93,7 @@ def test_an_error_of_the_notification_socket_is_only_logged(
     assert line.startswith("systemd not told text=READY=1 error=")
 
 
-def test_a_full_queue_costs_a_watchdog_its_turn_and_no_time(tmp_path: Path) -> None:
+def test_a_watchdog_notification_is_dropped_at_once_if_the_queue_is_full(tmp_path: Path) -> None:
     address = str(tmp_path / "notify")
     with listener(address) as receiver:
         systemd = Systemd({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000000"})
@@ -107,22 +109,22 @@ def test_a_full_queue_costs_a_watchdog_its_turn_and_no_time(tmp_path: Path) -> N
                 assert receiver.recv(4_096) == b"X=1"
 
 
-def test_a_broker_from_its_start_to_its_end(tmp_path: Path) -> None:
+def test_a_broker_notifies_ready_watchdog_and_stopping_in_this_order(tmp_path: Path) -> None:
     """READY=1 comes when a client can connect, WATCHDOG=1 after it, STOPPING=1 with the signal."""
     address, data = str(tmp_path / "notify"), str(tmp_path / "data")
     with listener(address) as receiver:
         variables = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "20000"}
         with running("serve", "--json", "--port", "0", "--data", data, **variables) as server:
             assert fields(receiver)["STATUS"].startswith("recovering")
-            told = fields(receiver)
-            assert told["READY"] == "1"
-            endpoint = told["STATUS"].removeprefix("serves grpc://")
+            notification = fields(receiver)
+            assert notification["READY"] == "1"
+            endpoint = notification["STATUS"].removeprefix("serves grpc://")
             host, _, port = endpoint.rpartition(":")
             with socket.create_connection((host, int(port)), timeout=BOUND_S):
                 pass
             assert [fields(receiver) for _ in range(3)] == [{"WATCHDOG": "1"}] * 3
             assert server.end(signal.SIGTERM) == 0
-        told = {"WATCHDOG": "1"}
-        while told == {"WATCHDOG": "1"}:
-            told = fields(receiver)
-        assert told["STOPPING"] == "1"
+        notification = {"WATCHDOG": "1"}
+        while notification == {"WATCHDOG": "1"}:
+            notification = fields(receiver)
+        assert notification["STOPPING"] == "1"

@@ -15,6 +15,7 @@ from timeball.table.merging import FILES_MIN
 
 @pytest.fixture
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A broker with an empty pending table, which compacts only on request."""
     with running_node(tmp_path_factory.mktemp("table") / "d", compact_rows=0) as running:
         yield running
 
@@ -28,7 +29,9 @@ def test_an_empty_table_has_no_files(node: RunningNode) -> None:
     }
 
 
-def test_files_by_bucket_and_the_merge_that_follows(node: RunningNode) -> None:
+def test_the_command_shows_files_by_bucket_and_the_merge_that_the_broker_then_makes(
+    node: RunningNode,
+) -> None:
     with node.client() as ball:
         for number in range(FILES_MIN):
             ball.send("mail", b"m", after="1000d")
@@ -36,9 +39,9 @@ def test_files_by_bucket_and_the_merge_that_follows(node: RunningNode) -> None:
             assert ball.status()["schedule"]["table_files"] == number + 1
         done = run_here("table", "--endpoint", node.endpoint)
         assert done.returncode == 0, done.stderr
-        head, bucket, everything, merge = done.stdout.splitlines()
+        head, bucket, total, merge = done.stdout.splitlines()
         assert head.split() == ["bucket", "files", "rows", "size"]
-        assert bucket.split()[1:] == everything.split()[1:]
+        assert bucket.split()[1:] == total.split()[1:]
         assert bucket.split()[1:3] == ["12", "12"]
         assert merge.startswith("the broker would merge 12 files of 20")
         assert merge.endswith("into about 1")

