@@ -14,11 +14,11 @@ from typing import Any
 
 from timeball import AsyncMessage, AsyncTimeball, Timeball
 
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process id
 
 
 def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine in the loop of this process."""
+    """Run a coroutine in the event loop of this process, which a thread runs, and return its result."""
     loop = _loops.get(os.getpid())
     if loop is None:
         loop = _loops[os.getpid()] = asyncio.new_event_loop()
@@ -27,7 +27,7 @@ def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Awaited:
-    """Waits for the coroutines of an object."""
+    """An object whose coroutine methods block until their result is there. Other attributes pass through unchanged."""
 
     def __init__(self, awaitable: Any) -> None:
         self._awaitable = awaitable
@@ -40,7 +40,7 @@ class Awaited:
 
 
 def wrapped(result: Any) -> Any:
-    """Wrap received messages, so that their answers block."""
+    """Wrap received messages, also in a list, so that their answers block. Any other result is returned as it is."""
     if isinstance(result, AsyncMessage):
         return AwaitedMessage(result)
     if isinstance(result, list):
@@ -49,14 +49,14 @@ def wrapped(result: Any) -> Any:
 
 
 def _bare(args: Iterable[Any]) -> list[Any]:
-    """Take messages out of their wrappings."""
+    """The arguments of a call, with the asynchronous object itself for each wrapped object, also within lists."""
     return [
-        each._awaitable
-        if isinstance(each, Awaited)
-        else _bare(each)
-        if isinstance(each, list) and each and isinstance(each[0], Awaited)
-        else each
-        for each in args
+        argument._awaitable
+        if isinstance(argument, Awaited)
+        else _bare(argument)
+        if isinstance(argument, list) and argument and isinstance(argument[0], Awaited)
+        else argument
+        for argument in args
     ]
 
 
@@ -78,6 +78,7 @@ class AwaitedTimeball(Awaited):
         return self._iterate(self._awaitable.consume, args, kwargs)
 
     def read_log(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of the log as one reader, as Timeball returns it. The first batch names the schema."""
         import pyarrow as pa
 
         first, *more = self._iterate(self._awaitable.read_log, args, kwargs)
@@ -85,6 +86,7 @@ class AwaitedTimeball(Awaited):
 
     def _iterate(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Any]:
         results = method(*args, **kwargs)
+        # Each step is awaited in the loop. The generator is closed in it as well, when the caller leaves its own loop.
         try:
             while True:
                 try:

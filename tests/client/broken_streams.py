@@ -17,12 +17,12 @@ from timeball.client.exchange import SendExchange
 from timeball.model.errors import TimeballError
 
 STREAMS = 1_000
-ANSWER_S = 0.0008  # the time after which a begun stream is broken: the two ends meet within it
+ANSWER_S = 0.0008  # the broker breaks a stream about this long after its begin, and the client ends it within this time
 SCHEMA = pa.schema([("topic", pa.string())])
 
 
 class Breaking(flight.FlightServerBase):
-    """Breaks a stream when its schema has come."""
+    """A broker that breaks each stream as soon as its schema has arrived."""
 
     def do_exchange(
         self, _context: object, _descriptor: object, reader: flight.MetadataRecordBatchReader, _writer: object
@@ -33,12 +33,15 @@ class Breaking(flight.FlightServerBase):
 
 
 class HalfClosing(SendExchange):
+    """Ends a stream with gRPC's half-close, and without waiting for the broker."""
+
     def finish(self) -> None:
         with suppress(pa.ArrowException, flight.FlightError):
             self._writer.done_writing()
 
 
 def main(kind: type[SendExchange]) -> None:
+    """Open, use and end many streams with this class of exchange. An error of a broken stream is expected."""
     batch = pa.record_batch([["a"]], schema=SCHEMA)
     with (
         Breaking("grpc://127.0.0.1:0") as server,

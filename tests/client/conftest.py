@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], RunningNode]]:
-    """The node of a kind of client, which is started when it is asked for."""
+    """A function that returns the node for a kind of client, a key of CLIENTS. It starts the node at the first call."""
     running: dict[str, RunningNode] = {}
     with ExitStack() as stack:
 
@@ -40,11 +40,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 @pytest.fixture(scope="session")
 def client_kind(request: pytest.FixtureRequest) -> str:
+    """The key of the client's class in CLIENTS: in a contract each of them in turn, else "blocking"."""
     return getattr(request, "param", "blocking")
 
 
 @pytest.fixture(scope="session")
 def node(client_kind: str, nodes: Callable[[str], RunningNode]) -> RunningNode:
+    """The node of this kind of client. All tests of the session share it."""
     return nodes(client_kind)
 
 
@@ -56,16 +58,19 @@ def dial(client_kind: str) -> Dial:
 
 @pytest.fixture
 def ball(node: RunningNode, dial: Dial) -> Iterator[Timeball]:
+    """A client over HTTP, for operations only."""
     with dial(node.http_endpoint) as client:
         yield client
 
 
 @pytest.fixture
 def columns(node: RunningNode, dial: Dial) -> Iterator[Timeball]:
+    """A client over HTTP and Flight, for operations and columns."""
     with dial(node.http_endpoint, flight=node.endpoint) as client:
         yield client
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
+    """The folder of a node that the test starts itself. It does not exist yet."""
     return tmp_path / "data"

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 
 class Current(NamedTuple):
-    """Its ids in hexadecimal, and the `traceparent` that names it."""
+    """The ids of a span and of its trace in hexadecimal, and the `traceparent` that names the span."""
 
     trace: str
     id: str
@@ -21,8 +21,9 @@ class Current(NamedTuple):
 
 @contextmanager
 def current(*, sampled: bool = True) -> Iterator[Current]:
+    """Make a new span the current one in this block. Its `traceparent` says whether it is sampled."""
     provider = TracerProvider(sampler=ALWAYS_ON if sampled else ALWAYS_OFF, shutdown_on_exit=False)
     with provider.get_tracer("a program").start_as_current_span("a program's work") as span:
         context = span.get_span_context()
-        ids = trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id)
-        yield Current(*ids, f"00-{ids[0]}-{ids[1]}-{context.trace_flags:02x}")
+        trace_id, span_id = trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id)
+        yield Current(trace_id, span_id, f"00-{trace_id}-{span_id}-{context.trace_flags:02x}")

@@ -25,14 +25,15 @@ class CuttingProxy:
         self._passes.clear()
 
     def cut(self) -> None:
-        """Close all connections. Later connections are passed on."""
-        cut, self._sockets = self._sockets, []
-        for each in cut:
+        """Close all connections: the answers that were held back are lost. Later connections are passed on."""
+        cut_sockets, self._sockets = self._sockets, []
+        for connection in cut_sockets:
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._passes.set()
 
     def close(self) -> None:
+        """Accept no further connection, and close all."""
         self._listener.close()
         self.cut()
 
@@ -48,17 +49,19 @@ class CuttingProxy:
                     ).start()
 
     def _pass_on(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        """Copy bytes from one socket to the other until one of them is closed, and then close both."""
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
                 if is_answer:
                     self._passes.wait()
                 target.sendall(data)
-        for each in (source, target):
-            each.close()
+        for connection in (source, target):
+            connection.close()
 
 
 @contextlib.contextmanager
 def cutting_proxy(endpoint: str) -> Iterator[CuttingProxy]:
+    """A proxy before the broker at this endpoint, closed at the end of the block."""
     proxy = CuttingProxy(endpoint.partition("://")[0], int(endpoint.rpartition(":")[2]))
     try:
         yield proxy

@@ -71,13 +71,13 @@ def hold() -> None:
 
 @task
 def forward(topic: str, word: str) -> None:
-    """Send a message: for tests whose worker is another process."""
+    """Send a message, by which a test sees that the task has run in another process."""
     task_backends["default"].ball.send(topic, word)
 
 
 @task
 def begin_and_end(topic: str) -> None:
-    """Tell of the beginning, wait until the test lets the task go on, and tell of the end."""
+    """Send "begun", wait until the test sends a message to `TOPIC-go`, and send "ended"."""
     ball = task_backends["default"].ball
     ball.send(topic, "begun")
     while not ball.pull(f"{topic}-go", "go", wait="10s"):
@@ -87,8 +87,9 @@ def begin_and_end(topic: str) -> None:
 
 @task
 def forward_or_die(topic: str, word: str) -> None:
-    """Send a message, and end the process with every tenth word that comes for the first time."""
+    """Send a message. At every tenth word end the process instead, unless an earlier attempt has done so."""
     ball = task_backends["default"].ball
+    # The message with the id of the word is created by the first attempt only, and so tells it from later ones.
     if (
         int(word) % 10 == 0
         and ball.send(f"{topic}-dying", word, message_id=word, retry=True).outcome == "created"
@@ -98,4 +99,5 @@ def forward_or_die(topic: str, word: str) -> None:
 
 
 def no_task(*args: Any) -> None:
+    """A function of this module that is no task: a worker must not run it."""
     RUNS.append(("not a task", args))

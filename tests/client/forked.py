@@ -1,11 +1,11 @@
-"""A client and a fork, in separate processes: `python -m … ENDPOINT CASE KIND`. Prints how each call ended.
+"""A client and a fork, in separate processes: `python -m … ENDPOINT CASE KIND`. The child prints how each call ended.
 
 The endpoint is an HTTP address, for operations, or one of Flight, for columns. KIND is blocking or asyncio.
 
-made      the parent makes a client, the child uses it
-used      the parent uses it, the child as well, and makes a new one
-pool      the same with multiprocessing's own way to fork
-polling   while a thread of the parent waits in a pull
+made      the parent creates a client and makes no call, and the child uses the client
+used      the parent has used its client before the fork, and the child uses the same client and creates another
+pool      like "used", but the child is started by multiprocessing with the start method "fork"
+polling   like "used", but a thread of the parent waits in a pull during the fork
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ TIMEOUT_MS = 2_000
 
 
 def calls(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
-    """Every call of a client of this protocol."""
+    """Every call of a client over the protocol of this endpoint, by name."""
     return {**(columns if endpoint.startswith("grpc") else operations)(ball, endpoint), "close": ball.close}
 
 
 def columns(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
+    """The calls that send or read columns over Flight. "asyncio" and the last two create clients of their own."""
     table = pa.table({"topic": ["forked"], "body": [b"x"]})
     return {
         "send_many": lambda: ball.send_many(table),
@@ -48,6 +49,7 @@ def columns(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
 
 
 def operations(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
+    """The calls over HTTP. "asyncio" and "a new client" create clients of their own."""
     return {
         "status": ball.status,
         "topics": ball.topics,
@@ -86,7 +88,7 @@ async def ask(endpoint: str) -> None:
 
 
 def child(ball: Timeball, endpoint: str) -> None:
-    """Make every call. Return how each ended, and whether it ended in time."""
+    """Make every call. Print how each ended, and whether it took too long."""
     for name, call in calls(ball, endpoint).items():
         begun = time.monotonic()
         try:
@@ -99,14 +101,14 @@ def child(ball: Timeball, endpoint: str) -> None:
 
 
 def use(ball: Timeball, endpoint: str) -> bool:
-    """Send a message, so that the client has a connection."""
+    """Send a message, so that the client has a connection. Return whether the broker has accepted it."""
     if endpoint.startswith("grpc"):
         return ball.send_many(pa.table({"topic": ["forked"], "body": [b"x"]})).rows == 1
     return ball.send("forked", "x").seq > 0
 
 
 def main(endpoint: str, case: str, kind: str) -> None:
-    """Fork as the case says."""
+    """Fork as the case says, and print the child's exit code and whether the parent's client still works."""
     ball = CLIENTS[kind](endpoint, timeout_ms=TIMEOUT_MS)
     if case != "made":
         use(ball, endpoint)

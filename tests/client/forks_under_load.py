@@ -1,6 +1,6 @@
 """Processes that begin while a client is busy: `python -m … ENDPOINT KIND HOW PROCESSES`.
 
-Threads of the parent send and consume by the client, while it starts processes, a few at a time. Each of them sends and
+Threads of the parent send and consume by the client, while it starts processes, a few at a time. Each process sends and
 consumes too, by the same client where the process is forked. KIND is blocking or asyncio (awaited.py). HOW:
 
 fork                        os.fork; each tenth child ends as a worker of a web server does, which frees all objects
@@ -32,6 +32,7 @@ def say(word: str, message_id: str | None) -> None:
 
 
 def pull(ball: Timeball) -> None:
+    """Pull once, print a line for each message, and acknowledge it."""
     for message in ball.pull(TOPIC, GROUP, max_messages=2, wait="50ms", lease="10m"):
         say("got", message.id)
         assert message.ack()
@@ -45,12 +46,13 @@ def work(ball: Timeball) -> None:
 
 
 def work_anew(endpoint: str, kind: str) -> None:
+    """Send and consume in a process that has no client of the parent."""
     with CLIENTS[kind](endpoint) as ball:
         work(ball)
 
 
 def fork(ball: Timeball, number: int) -> Callable[[], int]:
-    """Start a child. Returns a function that waits for its exit code."""
+    """Start a child by os.fork. Returns a function that waits for its exit code. Each tenth child frees all objects."""
     if child := os.fork():
         return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
@@ -64,7 +66,7 @@ def fork(ball: Timeball, number: int) -> Callable[[], int]:
 
 
 def start(how: str, ball: Timeball, endpoint: str, kind: str) -> Callable[[], int]:
-    """Start a process by multiprocessing."""
+    """Start a process by multiprocessing. Returns a function that waits for its exit code."""
     if how == "mp-fork":
         process = multiprocessing.get_context("fork").Process(target=work, args=(ball,))
     else:
@@ -79,42 +81,44 @@ def start(how: str, ball: Timeball, endpoint: str, kind: str) -> Callable[[], in
 
 
 def main(endpoint: str, kind: str, how: str, processes: int) -> None:
+    """Send and consume in threads while processes run, then consume what is left. Each process must exit with 0."""
     ball = CLIENTS[kind](endpoint)
     ball.create_topic(TOPIC, 4)
-    ends_sending, ends_receiving = threading.Event(), threading.Event()
+    stop_sending, stop_receiving = threading.Event(), threading.Event()
 
     def send() -> None:
-        while not ends_sending.wait(0.01):
+        while not stop_sending.wait(0.01):
             say("sent", ball.send(TOPIC, "of the parent").id)
 
     def consume() -> None:
-        for message in ball.consume(TOPIC, GROUP, max_messages=8, lease="10m", stop=ends_receiving):
+        for message in ball.consume(TOPIC, GROUP, max_messages=8, lease="10m", stop=stop_receiving):
             say("got", message.id)
 
     def poll() -> None:
-        while not ends_receiving.is_set():
+        while not stop_receiving.is_set():
             pull(ball)
 
-    threads = [threading.Thread(target=target) for target in (send, send, consume, poll)]
-    for thread in threads:
+    senders = [threading.Thread(target=send) for _ in range(2)]
+    receivers = [threading.Thread(target=target) for target in (consume, poll)]
+    for thread in senders + receivers:
         thread.start()
     running: list[Callable[[], int]] = []
-    ends: set[int] = set()
+    exit_codes: set[int] = set()
     for number in range(processes):
         if len(running) == AT_ONCE:
-            ends.add(running.pop(0)())
+            exit_codes.add(running.pop(0)())
         running.append(fork(ball, number) if how == "fork" else start(how, ball, endpoint, kind))
-    ends |= {wait() for wait in running}
-    ends_sending.set()
-    for thread in threads[:2]:
+    exit_codes |= {wait() for wait in running}
+    stop_sending.set()
+    for thread in senders:
         thread.join()
-    ends_receiving.set()
-    for thread in threads[2:]:
+    stop_receiving.set()
+    for thread in receivers:
         thread.join()
     for message in ball.consume(TOPIC, GROUP, until_idle="1s", lease="10m"):
         say("got", message.id)
     ball.close()
-    assert ends == {0}, ends
+    assert exit_codes == {0}, exit_codes
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class Forward:
 
 
 class Poisoned(Forward):
-    """Ends its process with the body "poison", and takes a moment for any other."""
+    """Ends its process at the body "poison", and forwards any other message."""
 
     def __call__(self, message: Message) -> None:
         if message.body == b"poison":
@@ -26,7 +26,7 @@ class Poisoned(Forward):
 
 
 class Idle:
-    """A worker without work."""
+    """A worker that only waits until it is stopped."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
@@ -39,7 +39,7 @@ class Idle:
 
 
 class Broken(Idle):
-    """One that fails at once."""
+    """A worker whose process fails at once."""
 
     def run(self) -> None:
         raise ValueError("a fault on purpose")

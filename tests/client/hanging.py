@@ -34,6 +34,7 @@ class Unanswering(flight.FlightServerBase):
 
 @contextmanager
 def unanswering_node() -> Iterator[Unanswering]:
+    """An Unanswering node in this block. At the end its streams go on, so that it can stop."""
     with Unanswering() as node:
         yield node
         node.go_on.set()

@@ -21,11 +21,13 @@ from timeball.client.selections import Selections
 
 
 def run(node: RunningNode, scenario: Callable[[AsyncTimeball], Awaitable[None]]) -> None:
-    async def whole() -> None:
+    """Run the scenario with a client over HTTP and Flight, in an event loop of its own, within BOUND_S."""
+
+    async def run_scenario() -> None:
         async with AsyncTimeball(node.http_endpoint, flight=node.endpoint) as ball, asyncio.timeout(BOUND_S):
             await scenario(ball)
 
-    asyncio.run(whole())
+    asyncio.run(run_scenario())
 
 
 def public_attributes(kind: type) -> dict[str, object]:
@@ -33,7 +35,10 @@ def public_attributes(kind: type) -> dict[str, object]:
 
 
 def parameters(attribute: object) -> list[tuple[str, object]]:
-    return [(one.name, one.default) for one in inspect.signature(attribute).parameters.values()]  # type: ignore[arg-type]
+    """Each parameter of a callable as its name and default."""
+    return [
+        (parameter.name, parameter.default) for parameter in inspect.signature(attribute).parameters.values()
+    ]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_the_asynchronous_classes_have_the_same_methods_and_parameters(blocking:
         if not callable(attribute) or getattr(attribute, "__qualname__", "").startswith("Leased."):
             continue
         assert parameters(attribute) == parameters(public_attributes(blocking)[name]), name
-        # Both work without waiting for the loop.
+        # A method of Leased works without waiting for the loop, so it is the same in both classes.
         asynchronous = inspect.iscoroutinefunction(attribute) or inspect.isasyncgenfunction(attribute)
         assert asynchronous, f"{name} would block the loop"
         assert attribute.__doc__, name
@@ -61,8 +66,8 @@ def test_messages_are_sent_pulled_answered_and_cancelled(node: RunningNode) -> N
         (message,) = await ball.pull("async", "g")
         assert (message.body, message.id, message.tag) == (b"one", receipt.id, "paid")
         assert await message.extend("1m") and await message.nack(after="10ms")
-        (again,) = await ball.pull("async", "g")
-        assert again.attempts == 1 and await again.ack() and not await again.ack()
+        (redelivered,) = await ball.pull("async", "g")
+        assert redelivered.attempts == 1 and await redelivered.ack() and not await redelivered.ack()
         assert (await ball.get(receipt.id)).state == "visible"
         later = await ball.send("async", "two", after="1h", keys="k")
         assert (await ball.cancel(later.id)).verdict == "cancelled"
@@ -77,8 +82,8 @@ def test_columns_are_sent_and_read_over_flight(node: RunningNode) -> None:
         summary = await ball.send_many([{"body": f"{i}"} for i in range(5)], topic="async-columns")
         batch = await ball.browse_batch("async-columns", "columns")
         assert batch.num_rows >= 1
-        rows = [b async for b in ball.read_log(summary.ranges[0][0], summary.ranges[0][0] + 5)]
-        assert sum(b.num_rows for b in rows) == 5
+        batches = [batch async for batch in ball.read_log(summary.ranges[0][0], summary.ranges[0][0] + 5)]
+        assert sum(batch.num_rows for batch in batches) == 5
         assert len(await ball.browse("async-columns")) == 5
 
     run(node, scenario)
@@ -91,7 +96,7 @@ def test_sends_are_answered_while_long_polls_wait(node: RunningNode) -> None:
         receipts = await asyncio.gather(*(ball.send("at-once", f"{i}", after="1h") for i in range(100)))
         assert len({receipt.seq for receipt in receipts}) == 100
         await ball.send("at-once", "for all")
-        assert [len(found) for found in await asyncio.gather(*polls)] == [1] * 10
+        assert [len(messages) for messages in await asyncio.gather(*polls)] == [1] * 10
 
     run(node, scenario)
 
@@ -101,7 +106,7 @@ def test_a_cancelled_pull_leases_no_message(node: RunningNode) -> None:
         await ball.create_topic("cancelled-pull", 1)
         for number in range(20):
             poll = asyncio.create_task(ball.pull("cancelled-pull", "g", wait="60s", lease="10m"))
-            await asyncio.sleep(0.001 * number)  # before it is begun, and at any point of its way
+            await asyncio.sleep(0.001 * number)  # before the pull has begun, or at any later step of it
             poll.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await poll
@@ -112,13 +117,13 @@ def test_a_cancelled_pull_leases_no_message(node: RunningNode) -> None:
     run(node, scenario)
 
 
-@pytest.mark.parametrize("how", ["pull", "consume"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("call", ["pull", "consume"])
+@pytest.mark.parametrize("repeatedly", [False, True])
 def test_messages_that_arrive_when_their_receive_is_cancelled_are_given_back(
-    node: RunningNode, monkeypatch: pytest.MonkeyPatch, how: str, again: bool
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch, call: str, repeatedly: bool
 ) -> None:
-    """`again`: the scopes of anyio cancel at each step of the loop until the task has ended."""
-    topic = f"too-late-{how}-{again}"
+    """`repeatedly`: cancel as the scopes of anyio do, at each step of the loop until the task has ended."""
+    topic = f"too-late-{call}-{repeatedly}"
 
     async def scenario(ball: AsyncTimeball) -> None:
         receive, loop = LoopStream.data_received, asyncio.get_running_loop()
@@ -126,21 +131,21 @@ def test_messages_that_arrive_when_their_receive_is_cancelled_are_given_back(
         async def consume() -> None:
             async with aclosing(ball.consume(topic, "g", lease="10m")) as messages:
                 async for _ in messages:
-                    raise AssertionError("it was cancelled before")
+                    raise AssertionError("the loop is cancelled before it gets a message")
 
         def cancel() -> None:
             receiving.cancel()
-            if again and not receiving.done():
+            if repeatedly and not receiving.done():
                 loop.call_soon(cancel)
 
-        def cancel_too(stream: LoopStream, data: bytes) -> None:
+        def receive_and_cancel(stream: LoopStream, data: bytes) -> None:
             receive(stream, data)
-            if b'"receipt"' in data and not receiving.cancelling():
+            if b'"receipt"' in data and not receiving.cancelling():  # the answer has a message
                 cancel()
 
         await ball.send(topic, "x")
-        monkeypatch.setattr(LoopStream, "data_received", cancel_too)
-        receiving = asyncio.create_task(ball.pull(topic, "g", lease="10m") if how == "pull" else consume())
+        monkeypatch.setattr(LoopStream, "data_received", receive_and_cancel)
+        receiving = asyncio.create_task(ball.pull(topic, "g", lease="10m") if call == "pull" else consume())
         with pytest.raises(asyncio.CancelledError):
             await receiving
         monkeypatch.undo()
@@ -151,7 +156,7 @@ def test_messages_that_arrive_when_their_receive_is_cancelled_are_given_back(
 
 
 def test_messages_of_an_answer_that_was_sent_before_the_cancel_are_given_back() -> None:
-    """The node answers whole before it learns of the cancellation, and ends its direction later."""
+    """The node sends its whole answer before it learns of the cancellation, and closes the connection only later."""
     targets: list[str] = []
 
     async def main() -> None:
@@ -214,7 +219,7 @@ def test_after_many_long_polls_only_kept_max_connections_are_kept(node: RunningN
         await asyncio.gather(*(ball.pull("many-polls", f"g{n}", wait="500ms") for n in range(KEPT_MAX + 40)))
         (kept,) = ball._calls._kept.values()  # type: ignore[union-attr]
         assert len(kept) == KEPT_MAX
-        await asyncio.sleep(0)  # in which the others are closed
+        await asyncio.sleep(0)  # in this turn of the loop the other connections are closed
         assert sum(not stream.lost.done() for stream in ball._network._streams) == KEPT_MAX
 
     run(node, scenario)
@@ -226,8 +231,9 @@ def test_long_polls_do_not_count_against_calls_max(node: RunningNode) -> None:
             await ball.create_topic("one-slot", 1)
             polls = [asyncio.create_task(ball.pull("one-slot", f"g{n}", wait="60s")) for n in range(3)]
             await asyncio.gather(*(ball.send("one-slot", f"{n}", after="1h") for n in range(5)))
+            # The only slot is free, although three polls wait.
             await ball.send("one-slot", "now")
-            assert [len(found) for found in await asyncio.gather(*polls)] == [1] * 3
+            assert [len(messages) for messages in await asyncio.gather(*polls)] == [1] * 3
 
     asyncio.run(scenario())
 
@@ -296,6 +302,7 @@ def test_a_loop_acknowledges_all_messages_and_ends_when_idle(node: RunningNode) 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed", "client closed"])
 def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(node: RunningNode, how: str) -> None:
+    """The message that was being processed comes back with an attempt, the eight after it without one."""
     topic = "left-" + how.replace(" ", "-")
 
     async def leave(ball: AsyncTimeball) -> None:
@@ -303,7 +310,7 @@ def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(node: RunningNo
         if how == "client closed":
             await anext(messages)
             await anext(messages)
-            return
+            return  # `run` closes the client
 
         async def handle() -> None:
             async with aclosing(messages):
@@ -314,19 +321,19 @@ def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(node: RunningNo
 
         handling = asyncio.create_task(handle())
         if how == "cancelled":
-            for _ in range(200):
+            for _ in range(200):  # until the task waits with its second message
                 await asyncio.sleep(0.001)
             handling.cancel()
         await asyncio.wait([handling])
 
-    with Timeball(node.http_endpoint) as other:
-        other.create_topic(topic, 1)
-        other.send_many([{"body": f"{i}"} for i in range(10)], topic=topic)
+    with Timeball(node.http_endpoint) as observer:
+        observer.create_topic(topic, 1)
+        observer.send_many([{"body": f"{i}"} for i in range(10)], topic=topic)
         run(node, leave)
-        left: list[Message] = []
-        while len(left) < 9:
-            left += other.pull(topic, "g", wait="60s")
-        assert {message.body: message.attempts for message in left} == {
+        unprocessed: list[Message] = []
+        while len(unprocessed) < 9:
+            unprocessed += observer.pull(topic, "g", wait="60s")
+        assert {message.body: message.attempts for message in unprocessed} == {
             b"%d" % i: int(i == 1) for i in range(1, 10)
         }
 
@@ -353,7 +360,7 @@ def test_a_loop_that_waits_for_messages_can_be_cancelled(node: RunningNode) -> N
 
 def test_a_pull_is_refused_if_its_client_is_closed_at_any_point(node: RunningNode) -> None:
     async def scenario(_: AsyncTimeball) -> None:
-        for turns in range(12):  # at any point of its way
+        for turns in range(12):  # the close comes after this many turns of the loop
             async with AsyncTimeball(node.http_endpoint) as ball:
                 poll = asyncio.create_task(ball.pull("closed-meanwhile", "g", wait="60s"))
                 for _turn in range(turns):

@@ -30,7 +30,10 @@ def _no_pauses(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HangingNodes:
-    """Nodes of which those in `hanging` do not answer: an attempt takes its whole time limit, and raises Lost."""
+    """Nodes that answer with the nodes asked so far, except those in `hanging`, which never answer.
+
+    An attempt at a hanging node takes its whole time limit, and raises Lost.
+    """
 
     def __init__(self, calls: Attempts, *hanging: str) -> None:
         self._calls, self._hanging = calls, hanging
@@ -47,7 +50,7 @@ class HangingNodes:
 class Broker:
     """Raises these errors, one in each attempt, and then answers with the nodes that were asked.
 
-    An attempt takes `seconds`.
+    Each attempt takes `seconds` by the clock of the calls.
     """
 
     def __init__(self, calls: Attempts, *errors: Exception, seconds: int = 0) -> None:
@@ -65,7 +68,7 @@ class Broker:
 
 
 def attempts_at(*endpoints: str) -> Attempts:
-    """Attempts at these nodes, by default at the only node "a", by a clock that stands still."""
+    """Attempts of calls to these nodes, by default to the only node "a", with a clock that only the test moves."""
     return Attempts(endpoints or ("a",), 30_000, clock=ManualClock())
 
 
@@ -143,10 +146,11 @@ def test_after_a_call_without_an_answer_the_next_call_asks_another_node(error: T
 
 
 def test_two_calls_that_fail_at_one_node_leave_it_only_once() -> None:
-    """With two nodes, a second change would lead back to the one that hangs."""
+    """Both calls began at node "a". A second change of the node would lead back to it."""
     nodes = attempts_at("a", "b")
 
     async def first(limit_s: float) -> None:
+        """A call that fails after a second call has failed at the same node."""
         with pytest.raises(Lost):
             await nodes.with_retries(Broker(nodes, Lost("second")), 30_000, is_repeatable=False)
         raise Lost("first")
@@ -168,6 +172,7 @@ def test_an_attempt_of_a_long_poll_has_the_wait_and_half_of_the_other_time() -> 
     nodes = attempts_at("a", "b")
     broker = Broker(nodes, Lost("x"), seconds=75)
     run(nodes.with_retries(broker, 30_000, wait_ms=60_000))
+    # Of the 30 s besides the wait, the first attempt has half, and the second one half of what is left.
     assert broker.limits_s == [75.0, 7.5]
     assert [wait_within(limit_s, 30_000, 60_000) for limit_s in broker.limits_s] == [60_000, 0]
 

@@ -18,6 +18,7 @@ from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_propert
 
 
 def send(columns: Timeball, topic: str, count: int) -> list[bytes]:
+    """Send messages with the bodies 0 to `count` - 1, and return their bodies."""
     bodies = [b"%d" % i for i in range(count)]
     columns.send_many([{"body": body} for body in bodies], topic=topic)
     return bodies
@@ -78,7 +79,7 @@ def test_a_due_time_in_the_past_does_not_count_as_lateness(node: RunningNode, co
     assert columns.send("overdue", b"x", at=past_ms).past_ms >= DAY_MS
     assert columns.send("other", b"x").past_ms == columns.send("other", b"x", after=0).past_ms == 0
     (message,) = columns.browse("overdue", "g", wait="60s")
-    assert message.due_ms == past_ms  # the requested one
+    assert message.due_ms == past_ms, "the requested due time"
     assert message.lateness_ms is not None and message.lateness_ms < HOUR_MS
     assert columns.status()["lateness"]["max_ms"] < HOUR_MS
 
@@ -89,10 +90,10 @@ def test_send_many_counts_the_rows_that_were_due_in_the_past(node: RunningNode, 
     rows += [{"body": b"x"}, {"body": b"x", "after": "0ms"}, {"body": b"x", "at": now_ms + DAY_MS}]
     summary = columns.send_many(rows, topic="overdue-many", retry=True)
     assert summary.past_rows == 2 and DAY_MS <= summary.past_ms < DAY_MS + HOUR_MS
-    parts = columns.send_many(rows, topic="overdue-many", batch_rows=1)
-    assert (parts.past_rows, parts.past_ms >= DAY_MS) == (2, True)
-    plain = columns.send_many([{"body": b"x"}], topic="overdue-many")
-    assert (plain.past_rows, plain.past_ms) == (0, 0)
+    in_five_batches = columns.send_many(rows, topic="overdue-many", batch_rows=1)
+    assert (in_five_batches.past_rows, in_five_batches.past_ms >= DAY_MS) == (2, True)
+    summary_of_now = columns.send_many([{"body": b"x"}], topic="overdue-many")
+    assert (summary_of_now.past_rows, summary_of_now.past_ms) == (0, 0)
     assert len(columns.browse("overdue-many", "g", wait="60s")) > 0
     assert columns.status()["lateness"]["max_ms"] < HOUR_MS
 
@@ -107,7 +108,7 @@ def test_queues_that_are_added_while_a_client_browses_are_read_too(columns: Time
     assert [message.queue_id for message in messages] == [3]
 
 
-def test_a_browse_of_an_unknown_topic_or_of_no_messages_is_refused(columns: Timeball) -> None:
+def test_a_browse_of_an_unknown_topic_or_of_zero_messages_is_refused(columns: Timeball) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         columns.browse("nowhere", "g", wait=0)
     with pytest.raises(RequestError, match="max_messages"):
@@ -129,7 +130,7 @@ def test_a_browse_that_waits_for_its_topic_gets_the_first_messages(
     waiting = threading.Thread(target=browse)
     waiting.start()
     waiters = node.broker.waiters
-    eventually(lambda: topic in waiters._by_topic, "it waits, and does not create the topic")
+    eventually(lambda: topic in waiters._by_topic, "a browse waits for the topic")
     assert topic not in columns.topics()
     bodies = send(columns, topic, 3)
     waiting.join(BOUND_S)

@@ -69,9 +69,9 @@ def test_an_error_within_a_stream_is_raised_as_an_error_of_timeball(node: Runnin
 def test_a_read_from_a_machine_that_does_not_answer_ends_after_a_ping(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read of a log has no time limit, so only the ping ends it."""
-    quick = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    options = [(name, 300 if name in quick else value) for name, value in calls._CHANNEL]
+    """A read of a log has no time limit, so only the unanswered ping of gRPC ends it."""
+    ping_options = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    options = [(name, 300 if name in ping_options else value) for name, value in calls._CHANNEL]
     monkeypatch.setattr(calls, "_CHANNEL", options)
     with cutting_proxy(node.endpoint) as proxy:
         broker = Calls(proxy.endpoint, 30_000)
@@ -160,7 +160,7 @@ def test_a_repeatable_call_succeeds_during_a_restart(data: Path) -> None:
 def test_a_call_goes_to_the_next_node_if_the_first_does_not_answer(node: RunningNode) -> None:
     cluster = Calls(f"{NO_BROKER},{node.endpoint.removeprefix('grpc://')}", 30_000)
     assert cluster.action("status", {}, dict[str, Any])["log"]["next_seq"] >= 0
-    assert cluster.endpoint == node.endpoint, "the node that answers is kept"
+    assert cluster.endpoint == node.endpoint, "later calls go to the node that has answered"
     cluster.close()
 
 
@@ -206,7 +206,7 @@ def test_a_broken_connection_is_unavailable() -> None:
     assert type(translate(flight.FlightInternalError("stream broke"), ENDPOINT)) is Unavailable
 
 
-def test_an_answer_that_is_not_a_brokers_is_timeballerror_that_says_so() -> None:
+def test_an_answer_of_another_server_becomes_a_timeballerror_that_says_so() -> None:
     translated_error = translate(pa.ArrowInvalid("what?"), ENDPOINT)
     assert type(translated_error) is TimeballError and "something else than a broker" in str(translated_error)
 
@@ -217,6 +217,7 @@ def test_a_web_server_with_http_2_is_unavailable_with_a_hint_about_the_port() ->
     settings, not_found = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), bytes((0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D))
 
     def serve(listening: socket.socket) -> None:
+        """Refuse the request on each connection as a web server does, and read the client's bytes until its end."""
         for _ in range(10):
             try:
                 connection, _ = listening.accept()
@@ -264,6 +265,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def issued(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """The certificate of the node `guarded`."""
     return certificate(tmp_path_factory.mktemp("tls"))
 
 

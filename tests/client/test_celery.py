@@ -30,26 +30,26 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def broker() -> Iterator[TestBroker]:
-    """A broker of its own for each test, because some advance its clock by years."""
+    """A broker for each test, because some tests advance its clock by years."""
     with TestBroker() as running:
         yield running
 
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest) -> str:
-    """A virtual host for each test."""
-    return "".join(each if each.isalnum() else "-" for each in request.node.name)[:60]
+    """A virtual host for each test, by its name. It is the prefix of the topics of the test."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:60]
 
 
 @pytest.fixture
 def connection(broker: TestBroker, host: str) -> Iterator[Connection]:
-    with Connection(f"{broker.endpoint.replace('http', 'timeball', 1)}/{host}") as made:
-        yield made
+    with Connection(f"{broker.endpoint.replace('http', 'timeball', 1)}/{host}") as connection:
+        yield connection
 
 
 @contextmanager
 def consume(connection: Connection, *queues: Queue, prefetch: int = 0, **options: Any) -> Iterator[list[Any]]:
-    """Consume on a channel of its own. Returns the messages so far; `drain` adds to them."""
+    """Consume on a new channel. Yields the list of received messages, to which `drain` adds."""
     received: list[Any] = []
     channel = connection.channel()
     with Consumer(
@@ -60,7 +60,7 @@ def consume(connection: Connection, *queues: Queue, prefetch: int = 0, **options
 
 
 def drain(connection: Connection, received: list[Any], count: int) -> list[Any]:
-    """Hand messages over until `received` has `count` of them. Returns it."""
+    """Receive until the list `received` of `consume` has `count` messages. Returns the list."""
     while len(received) < count:
         connection.drain_events(timeout=WAIT_S)
     return received
@@ -75,6 +75,7 @@ TASKS = Queue("tasks", Exchange("tasks"), routing_key="tasks")
 
 
 def send(connection: Connection, *bodies: Any, queue: Queue = TASKS, **options: Any) -> None:
+    """Declare the queue, and publish each body to it."""
     producer = Producer(connection)
     for body in bodies:
         producer.publish(
@@ -103,9 +104,9 @@ def test_a_closed_channel_gives_its_messages_back_without_an_attempt(connection:
     with consume(connection, TASKS) as received:
         drain(connection, received, 1)
     with consume(connection, TASKS) as received:
-        (again,) = drain(connection, received, 1)
-        assert not again.delivery_info.get("redelivered"), "no attempt was counted"
-        again.ack()
+        (redelivered,) = drain(connection, received, 1)
+        assert not redelivered.delivery_info.get("redelivered"), "no attempt was counted"
+        redelivered.ack()
 
 
 def test_a_rejected_message_is_redelivered_with_requeue_and_else_a_dead_letter(
@@ -114,9 +115,9 @@ def test_a_rejected_message_is_redelivered_with_requeue_and_else_a_dead_letter(
     send(connection, "a")
     with consume(connection, TASKS) as received:
         drain(connection, received, 1)[0].reject(requeue=True)
-        again = drain(connection, received, 2)[1]
-        assert again.delivery_info["redelivered"] and again.decode() == "a"
-        again.reject()
+        redelivered = drain(connection, received, 2)[1]
+        assert redelivered.delivery_info["redelivered"] and redelivered.decode() == "a"
+        redelivered.reject()
         assert_no_message(connection)
     (dead,) = broker.client().dead_letters(f"{host}-tasks").dead_letters
     assert dead.topic == f"{host}-tasks"
@@ -130,14 +131,15 @@ def test_the_delay_doubles_with_each_requeue_after_the_first(
 
     def remaining_delay_s() -> float | None:
         """How long the broker holds the message back. None while it is leased."""
-        ((state, until_ms),) = [(each.state, each.until_ms) for each in ball.get("one").groups]
-        return ((until_ms or 0) - broker.clock.now_ms) / 1_000 if state == "waiting" else None
+        (place,) = ball.get("one").groups
+        return ((place.until_ms or 0) - broker.clock.now_ms) / 1_000 if place.state == "waiting" else None
 
     with consume(connection, TASKS) as received:
         drain(connection, received, 1)[0].reject(requeue=True)
+        # The first requeue has no delay. After it, the n-th delivery is requeued with this delay.
         for count, delay_s in ((2, 1), (3, 2), (4, 4)):
             drain(connection, received, count)[-1].reject(requeue=True)
-            eventually(lambda: remaining_delay_s() is not None, "the answer has come")
+            eventually(lambda: remaining_delay_s() is not None, "the broker has the reject")
             assert remaining_delay_s() == delay_s
             broker.clock.advance(f"{delay_s}s")
         drain(connection, received, 5)[-1].ack()
@@ -160,16 +162,16 @@ def test_a_channel_gets_at_most_its_prefetch_count_of_messages(connection: Conne
 def test_a_message_that_waits_at_the_prefetch_limit_goes_to_another_consumer(connection: Connection) -> None:
     """Two queues share a prefetch count of 1. While a message of one is processed, one of the other must wait."""
     other = Queue("other", Exchange("other"), routing_key="other")
-    with connection.clone() as idle, consume(connection, TASKS, other, prefetch=1) as received:
+    with connection.clone() as free_connection, consume(connection, TASKS, other, prefetch=1) as received:
         send(connection, "a")
-        (held,) = drain(connection, received, 1)
+        (running,) = drain(connection, received, 1)
         send(connection, "b", queue=other)
         with pytest.raises(TimeoutError):
             connection.drain_events(timeout=2.5)  # longer than FULL_S, after which "b" is given back
-        with consume(idle, other) as free:
-            assert drain(idle, free, 1)[0].decode() == "b"
-            free[0].ack()
-        held.ack()
+        with consume(free_connection, other) as received_by_free:
+            assert drain(free_connection, received_by_free, 1)[0].decode() == "b"
+            received_by_free[0].ack()
+        running.ack()
         send(connection, "c", queue=other)
         assert drain(connection, received, 2)[1].decode() == "c"
         received[1].ack()
@@ -243,6 +245,7 @@ def test_a_publish_that_kombu_repeats_is_stored_once(connection: Connection) -> 
 
 
 def temporary(name: str, exchange: Exchange, routing_key: str = "") -> Queue:
+    """A queue that ends with its connection."""
     return Queue(name, exchange, routing_key=routing_key, auto_delete=True, durable=False)
 
 
@@ -276,7 +279,10 @@ def test_a_queue_of_a_topic_exchange_gets_the_messages_that_match_its_pattern(co
     with consume(connection, temporary("some", exchange, "task.#"), no_ack=True) as received:
         for key in ("worker.online", "task.sent", "task.multi.x"):
             producer.publish(key, exchange=exchange, routing_key=key, declare=[exchange], delivery_mode=1)
-        assert [each.decode() for each in drain(connection, received, 2)] == ["task.sent", "task.multi.x"]
+        assert [message.decode() for message in drain(connection, received, 2)] == [
+            "task.sent",
+            "task.multi.x",
+        ]
         assert_no_message(connection)
 
 
@@ -308,20 +314,22 @@ def test_consumers_continue_after_a_restart_of_the_broker(tmp_path: Path) -> Non
             (running,) = drain(connection, received, 1)
             node.stop()
             node.start()
-            running.ack()  # its lease is still the same one
+            running.ack()  # the lease outlives the restart
             send(connection, "after")
-            Producer(connection).publish("told", exchange=exchange, declare=[exchange])
+            Producer(connection).publish("published", exchange=exchange, declare=[exchange])
             while not (len(received) == 2 and news):
                 connection.drain_events(timeout=WAIT_S)
-            assert (received[1].decode(), news[0].decode()) == ("after", "told")
+            assert (received[1].decode(), news[0].decode()) == ("after", "published")
             received[1].ack()
-            count = connection.default_channel
-            eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
+            channel = connection.default_channel
+            eventually(
+                lambda: channel.queue_declare("tasks", passive=True).message_count == 0, "acknowledged"
+            )
 
 
 @contextmanager
 def outage(tmp_path: Path) -> Iterator[tuple[RunningNode, Connection]]:
-    """A node that the test stops and starts, and a connection that does not wait for it for long."""
+    """A node that the test stops and starts, and a connection whose calls have a time limit of 1 s."""
     with running_node(tmp_path / "data") as node:
         url = node.http_endpoint.replace("http", "timeball", 1)
         with Connection(url, transport_options={"timeout_ms": 1_000}) as connection:
@@ -340,7 +348,7 @@ def test_a_prefetch_count_that_changes_during_an_outage_counts_afterwards(tmp_pa
 
 
 def test_a_consumer_whose_first_attempt_failed_receives_after_the_outage(tmp_path: Path) -> None:
-    """kombu counts the consumer as begun, and does not try again."""
+    """kombu takes the consumer for a running one after the error, and does not call the transport again."""
     with outage(tmp_path) as (node, connection):
         channel, received = connection.channel(), list[Any]()
         consumer = Consumer(channel, [TASKS], on_message=received.append)
@@ -359,7 +367,8 @@ def test_a_queue_paused_at_its_prefetch_limit_continues_after_an_outage(
     monkeypatch.setattr(transport, "FULL_S", 0.01)
     other = Queue("other", Exchange("other"), routing_key="other")
 
-    def turn() -> None:
+    def drain_once() -> None:
+        """Let the transport work for a moment, in which no message need arrive."""
         with suppress(TimeoutError):
             connection.drain_events(timeout=0.02)
 
@@ -371,31 +380,30 @@ def test_a_queue_paused_at_its_prefetch_limit_continues_after_an_outage(
         send(connection, "a")
         (running,) = drain(connection, received, 1)
         send(connection, "b", queue=other)
-        given_back = other(free)
-        while (message := given_back.get()) is None:
-            turn()
+        other_queue = other(free)
+        while (message := other_queue.get()) is None:  # until "b" is given back
+            drain_once()
         message.ack()
         node.stop()
         running.ack()
-        turn()  # notices that the limit is no longer reached
+        drain_once()  # notices that the limit is no longer reached
         node.start()
         send(connection, "c", queue=other)
         assert drain(connection, received, 2)[1].decode() == "c"
-        count = connection.default_channel
-        eventually(lambda: count.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
+        channel = connection.default_channel
+        eventually(lambda: channel.queue_declare("tasks", passive=True).message_count == 0, "acknowledged")
 
 
 # ---- Celery ---------------------------------------------------------------------------------------------------
 
 
 class Shop:
-    """An application, and the ids that its task has run with."""
+    """An application with two tasks, and the orders with which `close` has run."""
 
     def __init__(self, url: str) -> None:
         self.ran: list[str] = []
         self.app = Celery("shop", broker=url, control=Control, set_as_current=False)
         self.app.conf.update(broker_connection_retry_on_startup=True, worker_hijack_root_logger=False)
-        self.start = threading.Event()
 
         @self.app.task(shared=False, name="shop.close", bind=True, acks_late=True)
         def close(task: Any, order: str) -> None:
@@ -410,6 +418,7 @@ class Shop:
 
     @contextmanager
     def worker(self, **options: Any) -> Iterator[Any]:
+        """Run a worker of the application in a thread."""
         with start_worker(
             self.app, pool="solo", perform_ping_check=False, loglevel="WARNING", **options
         ) as started:
@@ -441,13 +450,13 @@ def test_a_task_with_an_eta_is_pending_at_the_broker_until_its_eta(
 def test_a_task_with_a_countdown_and_its_retry_are_pending_at_the_broker(
     broker: TestBroker, host: str, shop: Shop
 ) -> None:
-    tries: list[int] = []
+    retries: list[int] = []  # the number of earlier attempts, at each attempt
 
     @shop.app.task(
         shared=False, name="shop.retry", bind=True, max_retries=2, default_retry_delay=14_400
-    )  # counted from now, by the clock of the worker
+    )  # the delay counts from now by the clock of the worker
     def retry(task: Any) -> None:
-        tries.append(task.request.retries)
+        retries.append(task.request.retries)
         if task.request.retries == 0:
             raise task.retry()
 
@@ -457,9 +466,9 @@ def test_a_task_with_a_countdown_and_its_retry_are_pending_at_the_broker(
         assert pending.due - broker.clock.now > timedelta(hours=1, minutes=59)
         broker.clock.advance_to(pending.due)
         eventually(lambda: broker.pending(f"{host}-celery"), "a retry")
-        assert tries == [0]
+        assert retries == [0]
         broker.clock.advance_to(broker.pending(f"{host}-celery")[0].due)
-        eventually(lambda: tries == [0, 1], "the second try")
+        eventually(lambda: retries == [0, 1], "the second attempt")
 
 
 def test_an_eta_beyond_the_limit_of_the_broker_is_refused(broker: TestBroker, shop: Shop) -> None:
@@ -468,11 +477,11 @@ def test_an_eta_beyond_the_limit_of_the_broker_is_refused(broker: TestBroker, sh
 
 
 def test_a_revoked_task_is_cancelled_at_the_broker(broker: TestBroker, host: str, shop: Shop) -> None:
-    one, two = (shop.close.apply_async([each], countdown=3_600) for each in "ab")
-    assert [verdict.verdict for verdict in shop.app.control.revoke(one.id)] == ["cancelled"]
-    two.revoke()
+    first, second = (shop.close.apply_async([order], countdown=3_600) for order in "ab")
+    assert [verdict.verdict for verdict in shop.app.control.revoke(first.id)] == ["cancelled"]
+    second.revoke()
     assert broker.pending(f"{host}-celery") == []
-    verdicts = shop.app.control.revoke([one.id, "unknown"])
+    verdicts = shop.app.control.revoke([first.id, "unknown"])
     assert [verdict.verdict for verdict in verdicts] == ["already_cancelled", "not_found"]
 
 
@@ -480,27 +489,30 @@ def test_a_task_that_raises_reject_is_a_dead_letter(broker: TestBroker, host: st
     with shop.worker():
         shop.refuse.delay()
         ball = broker.client()
-        eventually(lambda: ball.groups() and _dead(ball, f"{host}-celery"), "a dead letter")
+        eventually(lambda: has_dead_letter(ball, f"{host}-celery"), "a dead letter")
 
 
-def _dead(ball: Any, group: str) -> bool:
-    return any(each.group == group for each in ball.groups()) and bool(ball.dead_letters(group).dead_letters)
+def has_dead_letter(ball: Any, group: str) -> bool:
+    """Whether the group exists and has a dead letter."""
+    return any(state.group == group for state in ball.groups()) and bool(
+        ball.dead_letters(group).dead_letters
+    )
 
 
 def test_a_worker_answers_to_remote_control(shop: Shop) -> None:
     with shop.worker() as worker:
         inspect = shop.app.control.inspect([worker.hostname], timeout=WAIT_S)
         assert list(inspect.ping()) == [worker.hostname]
-        assert [each["name"] for each in inspect.active_queues()[worker.hostname]] == ["celery"]
+        assert [queue["name"] for queue in inspect.active_queues()[worker.hostname]] == ["celery"]
         assert inspect.scheduled() == {worker.hostname: []}
 
 
 def test_events_of_a_task_reach_a_receiver(shop: Shop) -> None:
-    seen: list[str] = []
+    event_types: list[str] = []
     ready = threading.Event()
     with shop.worker(task_events=True), shop.app.connection_for_read() as connection:
         receiver = shop.app.events.Receiver(
-            connection, handlers={"*": lambda event: seen.append(event["type"])}
+            connection, handlers={"*": lambda event: event_types.append(event["type"])}
         )
         receiver.on_consume_ready = lambda *_, **__: ready.set()
         thread = threading.Thread(target=lambda: receiver.capture(limit=None, timeout=None, wakeup=False))
@@ -508,7 +520,7 @@ def test_events_of_a_task_reach_a_receiver(shop: Shop) -> None:
         try:
             assert ready.wait(WAIT_S)
             shop.close.delay("a")
-            eventually(lambda: "task-succeeded" in seen, "an event of the task")
+            eventually(lambda: "task-succeeded" in event_types, "an event of the task")
         finally:
             receiver.should_stop = True
             thread.join(WAIT_S)
@@ -518,8 +530,8 @@ def test_results_arrive_over_rpc(shop: Shop) -> None:
     shop.app.conf.result_backend = "rpc://"
 
     @shop.app.task(shared=False, name="shop.add")
-    def add(one: int, two: int) -> int:
-        return one + two
+    def add(left: int, right: int) -> int:
+        return left + right
 
     with shop.worker():
         results = [add.delay(number, 1) for number in range(3)]
@@ -529,12 +541,12 @@ def test_results_arrive_over_rpc(shop: Shop) -> None:
 def test_chain_group_and_chord_with_etas_have_the_results_of_celery(
     broker: TestBroker, host: str, shop: Shop
 ) -> None:
-    """chain, group and chord with ETAs: the tasks wait, and the results are those of Celery."""
+    """The tasks with an ETA wait at the broker, and the results are those of Celery with any broker."""
     shop.app.conf.result_backend = "cache+memory://"
 
     @shop.app.task(shared=False, name="shop.add")
-    def add(one: int, two: int) -> int:
-        return one + two
+    def add(left: int, right: int) -> int:
+        return left + right
 
     @shop.app.task(shared=False, name="shop.total")
     def total(numbers: list[int]) -> int:
@@ -542,18 +554,18 @@ def test_chain_group_and_chord_with_etas_have_the_results_of_celery(
 
     topic, eta = f"{host}-celery", broker.clock.now + timedelta(hours=2)
     with shop.worker():
-        chained = chain(add.s(1, 2), add.s(10).set(eta=eta))()
+        chain_result = chain(add.s(1, 2), add.s(10).set(eta=eta))()
         eventually(
             lambda: len(broker.pending(topic)) == 1, "the second task of the chain, after the first one"
         )
-        grouped = group(add.s(number, number) for number in range(3)).apply_async(eta=eta)
-        counted = chord((add.s(number, 1).set(eta=eta) for number in range(3)), total.s())()
-        assert len(broker.pending(topic)) == 7
+        group_result = group(add.s(number, number) for number in range(3)).apply_async(eta=eta)
+        chord_result = chord((add.s(number, 1).set(eta=eta) for number in range(3)), total.s())()
+        assert len(broker.pending(topic)) == 7, "one of the chain, three of the group, three of the chord"
         assert {pending.due for pending in broker.pending(topic)} == {broker.pending(topic)[0].due}
         broker.clock.advance_to(eta + timedelta(seconds=1))
-        assert chained.get(timeout=WAIT_S) == 13
-        assert grouped.get(timeout=WAIT_S) == [0, 2, 4]
-        assert counted.get(timeout=WAIT_S) == 6
+        assert chain_result.get(timeout=WAIT_S) == 13
+        assert group_result.get(timeout=WAIT_S) == [0, 2, 4]
+        assert chord_result.get(timeout=WAIT_S) == 6
 
 
 # ---- connections ----------------------------------------------------------------------------------------------
@@ -581,4 +593,4 @@ def test_a_url_of_kombu_becomes_the_endpoint_of_all_nodes(
 def test_a_missing_file_of_certificates_is_refused_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "roots.pem"
     with pytest.raises(RequestError, match=f"ca_certs={path}"):
-        Connection("timeball://broker", ssl={"ca_certs": str(path)}).transport  # noqa: B018
+        Connection("timeball://broker", ssl={"ca_certs": str(path)}).transport  # noqa: B018 - the property raises

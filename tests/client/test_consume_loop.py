@@ -14,11 +14,11 @@ from timeball.io.clock import ManualClock
 
 
 class Message:
-    """The part of a message that the loop reads: nothing."""
+    """A message of which the loop reads no attribute."""
 
 
-class RecordedConsumer:
-    """Records the calls of a Consumer to the broker. The leases of messages in `lost` have ended."""
+class RecordingConsumer:
+    """Records the answers that the loop would send to the broker. The leases of messages in `lost` have ended."""
 
     def __init__(self) -> None:
         self.acknowledged: list[Message] = []
@@ -46,7 +46,10 @@ def clock() -> ManualClock:
 
 
 class Feed:
-    """Messages that arrive read by read. An empty read takes its whole wait. `unread` are returned at the end."""
+    """A feed whose n-th read returns the n-th list of `reads`. `close` returns the messages in `unread`.
+
+    A read without messages takes its whole wait by the clock.
+    """
 
     def __init__(self, clock: ManualClock, reads: list[list[Message]], ack_rows: int) -> None:
         self._clock, self._reads, self.ack_rows = clock, reads, ack_rows
@@ -66,15 +69,16 @@ class Feed:
 
 
 def make_loop(
-    clock: ManualClock, consumer: RecordedConsumer, reads: list[list[Message]], **options: Any
+    clock: ManualClock, consumer: RecordingConsumer, reads: list[list[Message]], **options: Any
 ) -> ConsumeLoop:
+    """A loop over these reads, with a credit so large that it never makes the loop acknowledge."""
     feed = Feed(clock, reads, 256)
     return ConsumeLoop(consumer, clock, feed, **{"lease": "60s", **options})  # type: ignore[arg-type]
 
 
 def test_a_message_is_acknowledged_after_the_program_has_asked_for_the_next_one(clock: ManualClock) -> None:
     first, second = Message(), Message()
-    consumer = RecordedConsumer()
+    consumer = RecordingConsumer()
     loop = make_loop(clock, consumer, [[first, second]])
     assert loop.next() is None, "no message is queued, and `next` does not ask the broker"
     run(loop.work())
@@ -91,12 +95,12 @@ def test_processed_messages_are_acknowledged_once_a_second_while_others_are_queu
     clock: ManualClock,
 ) -> None:
     messages = [Message() for _ in range(4)]
-    consumer = RecordedConsumer()
+    consumer = RecordingConsumer()
     loop = make_loop(clock, consumer, [list(messages)])
     run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(1_000)
-    assert loop.next() is None, "it is time to acknowledge"
+    assert loop.next() is None, "the loop must acknowledge first"
     run(loop.work())
     assert consumer.acknowledged == messages[:1] and loop.next() is messages[1]
 
@@ -104,70 +108,73 @@ def test_processed_messages_are_acknowledged_once_a_second_while_others_are_queu
 def test_leases_of_queued_messages_are_renewed_at_half_time_and_lost_messages_are_skipped(
     clock: ManualClock,
 ) -> None:
-    first, lost, kept = Message(), Message(), Message()
-    consumer = RecordedConsumer()
+    first, lost, third = Message(), Message(), Message()
+    consumer = RecordingConsumer()
     consumer.lost.add(lost)
-    loop = make_loop(clock, consumer, [[first, lost, kept]])
+    loop = make_loop(clock, consumer, [[first, lost, third]])
     run(loop.work())
     assert loop.next() is first
     clock.advance(30_000)
     assert loop.next() is None
     run(loop.work())
-    assert consumer.renewed == [lost, kept] and loop.next() is kept
+    assert consumer.renewed == [lost, third] and loop.next() is third
 
 
 def test_the_end_gives_back_the_current_message_with_an_attempt_and_the_others_without(
     clock: ManualClock,
 ) -> None:
     first, second, third = Message(), Message(), Message()
-    consumer = RecordedConsumer()
+    consumer = RecordingConsumer()
     loop = make_loop(clock, consumer, [[first, second, third]])
     run(loop.work())
     assert (loop.next(), loop.next()) == (first, second)
-    for _ in range(2):  # the second end finds nothing left
+    for _ in range(2):  # the second call of `end` has nothing to answer
         run(loop.end())
         assert consumer.acknowledged == [first] and consumer.given_back == [(second, True), (third, False)]
 
 
 def test_a_loop_is_over_after_its_idle_time(clock: ManualClock) -> None:
-    loop = make_loop(clock, RecordedConsumer(), [[Message()]], idle="5s")
-    turns = 0
+    loop = make_loop(clock, RecordingConsumer(), [[Message()]], idle="5s")
+    turns = (
+        0  # five: read a message, hand it out, wait for ACK_PAUSE_MS, wait for 5 s, and find the loop over
+    )
     while not loop.is_over:
         if loop.next() is None:
             run(loop.work())
         turns += 1
-    assert (
-        turns == 5
-    )  # reads a message, hands it out, waits for ACK_PAUSE_MS, waits for five seconds, is over
+    assert turns == 5
 
 
 def test_a_loop_that_is_stopped_is_over_and_hands_out_no_queued_message(clock: ManualClock) -> None:
     stop = threading.Event()
-    loop = make_loop(clock, RecordedConsumer(), [[Message()]], stop=stop)
+    loop = make_loop(clock, RecordingConsumer(), [[Message()]], stop=stop)
     run(loop.work())
     stop.set()
     assert loop.is_over and loop.next() is None
 
 
-def make_stream_loop(clock: ManualClock, consumer: RecordedConsumer, feed: Feed) -> ConsumeLoop:
+def make_loop_over(clock: ManualClock, consumer: RecordingConsumer, feed: Feed) -> ConsumeLoop:
+    """A loop over this feed, with leases of 60 s."""
     return ConsumeLoop(consumer, clock, feed, lease="60s")  # type: ignore[arg-type]
 
 
 def test_messages_are_acknowledged_when_half_of_the_credit_is_used(clock: ManualClock) -> None:
     messages = [Message() for _ in range(5)]
-    consumer, feed = RecordedConsumer(), Feed(clock, [list(messages)], ack_rows=2)
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = RecordingConsumer(), Feed(clock, [list(messages)], ack_rows=2)
+    loop = make_loop_over(clock, consumer, feed)
     run(loop.work())
     assert [loop.next(), loop.next()] == messages[:2] and consumer.acknowledged == []
-    assert loop.next() is None, "two are processed, so it is time to acknowledge"
+    assert loop.next() is None, (
+        "two messages are processed, which is `ack_rows`, so the loop must acknowledge"
+    )
     run(loop.work())
     assert consumer.acknowledged == messages[:2] and loop.next() is messages[2]
 
 
 def test_messages_that_come_one_by_one_are_acknowledged_together_after_a_pause(clock: ManualClock) -> None:
     first, second = Message(), Message()
-    consumer, feed = RecordedConsumer(), Feed(clock, [[first], [second]], ack_rows=8)
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = RecordingConsumer(), Feed(clock, [[first], [second]], ack_rows=8)
+    loop = make_loop_over(clock, consumer, feed)
     for message in (first, second):
         run(loop.work())
         assert loop.next() is message
@@ -180,8 +187,8 @@ def test_messages_that_come_one_by_one_are_acknowledged_together_after_a_pause(c
 
 def test_the_end_gives_back_messages_that_the_stream_had_sent(clock: ManualClock) -> None:
     first, unread = Message(), Message()
-    consumer, feed = RecordedConsumer(), Feed(clock, [[first]], ack_rows=8)
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = RecordingConsumer(), Feed(clock, [[first]], ack_rows=8)
+    loop = make_loop_over(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is first
     feed.unread.append(unread)
@@ -192,11 +199,11 @@ def test_the_end_gives_back_messages_that_the_stream_had_sent(clock: ManualClock
 def test_a_message_that_waited_in_the_stream_is_renewed_before_it_is_handed_out(clock: ManualClock) -> None:
     """A slow handler leaves the next messages in the stream, where their leases run."""
     first, second = Message(), Message()
-    consumer, feed = RecordedConsumer(), Feed(clock, [[first], [second]], ack_rows=8)
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = RecordingConsumer(), Feed(clock, [[first], [second]], ack_rows=8)
+    loop = make_loop_over(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is first
-    clock.advance(30_000)  # the second one may have arrived at the beginning
+    clock.advance(30_000)  # half of a lease: the second message may be as old as this
     assert loop.next() is None
     while (message := loop.next()) is None:
         run(loop.work())
@@ -205,8 +212,8 @@ def test_a_message_that_waited_in_the_stream_is_renewed_before_it_is_handed_out(
 
 def test_after_an_empty_read_a_new_message_is_not_renewed(clock: ManualClock) -> None:
     message = Message()
-    consumer, feed = RecordedConsumer(), Feed(clock, [[], [], [], [], [message]], ack_rows=8)
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = RecordingConsumer(), Feed(clock, [[], [], [], [], [message]], ack_rows=8)
+    loop = make_loop_over(clock, consumer, feed)
     for _ in range(5):
         run(loop.work())
     assert loop.next() is message and consumer.renewed == []
@@ -215,8 +222,8 @@ def test_after_an_empty_read_a_new_message_is_not_renewed(clock: ManualClock) ->
 def test_an_acknowledgement_reads_the_stream_although_messages_are_queued(clock: ManualClock) -> None:
     """Unread messages would make the broker end the stream, and some would be lost until their leases end."""
     messages = [Message() for _ in range(4)]
-    consumer, feed = RecordedConsumer(), Feed(clock, [messages[:2], messages[2:3], messages[3:]], ack_rows=8)
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = RecordingConsumer(), Feed(clock, [messages[:2], messages[2:3], messages[3:]], ack_rows=8)
+    loop = make_loop_over(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(1_000)
@@ -229,10 +236,11 @@ def test_an_acknowledgement_reads_the_stream_although_messages_are_queued(clock:
 
 def test_a_renewal_covers_all_messages_in_the_stream(clock: ManualClock) -> None:
     messages = [Message() for _ in range(4)]
-    consumer, feed = RecordedConsumer(), Feed(clock, [[message] for message in messages], ack_rows=8)
-    feed._reads[0] = messages[:2]
-    del feed._reads[1]
-    loop = make_stream_loop(clock, consumer, feed)
+    consumer, feed = (
+        RecordingConsumer(),
+        Feed(clock, [messages[:2], [messages[2]], [messages[3]]], ack_rows=8),
+    )
+    loop = make_loop_over(clock, consumer, feed)
     run(loop.work())
     assert loop.next() is messages[0]
     clock.advance(30_000)
@@ -243,9 +251,9 @@ def test_a_renewal_covers_all_messages_in_the_stream(clock: ManualClock) -> None
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_in_a_forked_child_a_loop_is_over_and_its_end_answers_for_no_message(clock: ManualClock) -> None:
-    """The parent process still has the loop, and the message that it processes."""
+    """The parent process still has the loop and processes its message, so a child must not answer for it."""
     first, second = Message(), Message()
-    consumer = RecordedConsumer()
+    consumer = RecordingConsumer()
     loop = make_loop(clock, consumer, [[first, second]])
     run(loop.work())
     assert loop.next() is first and not loop.is_over

@@ -17,6 +17,7 @@ BOTH_CLIENTS = True
 
 
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
+    """Send messages with the bodies 0 to `count` - 1 to a topic with two queues. Returns the bodies."""
     bodies = [b"%d" % i for i in range(count)]
     ball.create_topic(topic, 2)
     ball.send_many([{"body": body} for body in bodies], topic=topic)
@@ -24,6 +25,7 @@ def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
 
 
 def pull_all(ball: Timeball, topic: str, group: str, count: int) -> list[Message]:
+    """Pull until there are `count` messages, and acknowledge none."""
     received: list[Message] = []
     while len(received) < count:
         received += ball.pull(topic, group, max_messages=7)
@@ -34,17 +36,17 @@ def test_members_of_a_group_share_the_messages_and_another_group_gets_all_of_the
     node: RunningNode, ball: Timeball, dial: Dial
 ) -> None:
     bodies = send(ball, "shared", 20)
-    with dial(node.http_endpoint) as other:
-        mine: list[Message] = []
-        theirs: list[Message] = []
-        while len(mine) + len(theirs) < 20:
-            mine += ball.pull("shared", "workers", max_messages=3)
-            theirs += other.pull("shared", "workers", max_messages=3, wait=0)
-        assert mine and theirs
-        assert sorted(message.body for message in mine + theirs) == sorted(bodies)
-        assert ball.pull("shared", "workers", wait=0) == other.pull("shared", "workers", wait=0) == []
-        assert ball.ack(mine) + other.ack(theirs) == 20
-        assert sorted(message.body for message in pull_all(other, "shared", "readers", 20)) == sorted(bodies)
+    with dial(node.http_endpoint) as second:
+        of_first: list[Message] = []
+        of_second: list[Message] = []
+        while len(of_first) + len(of_second) < 20:
+            of_first += ball.pull("shared", "workers", max_messages=3)
+            of_second += second.pull("shared", "workers", max_messages=3, wait=0)
+        assert of_first and of_second
+        assert sorted(message.body for message in of_first + of_second) == sorted(bodies)
+        assert ball.pull("shared", "workers", wait=0) == second.pull("shared", "workers", wait=0) == []
+        assert ball.ack(of_first) + second.ack(of_second) == 20
+        assert sorted(message.body for message in pull_all(second, "shared", "readers", 20)) == sorted(bodies)
     assert sum(ball.offsets("workers", "shared").values()) == 20
 
 
@@ -54,10 +56,15 @@ def test_a_message_whose_lease_ends_is_delivered_again_and_the_attempt_counts(
     send(ball, "leased", 1)
     (first,) = ball.pull("leased", "g", lease="50ms")
     with dial(node.http_endpoint) as other:
-        (again,) = other.pull("leased", "g", lease="1m")
-        assert (again.body, again.topic, again.id, again.attempts) == (first.body, "leased", first.id, 1)
+        (redelivered,) = other.pull("leased", "g", lease="1m")
+        assert (redelivered.body, redelivered.topic, redelivered.id, redelivered.attempts) == (
+            first.body,
+            "leased",
+            first.id,
+            1,
+        )
         assert not first.ack() and not first.nack() and not first.extend("1m")
-        assert again.ack() and not again.ack()
+        assert redelivered.ack() and not redelivered.ack()
     assert ball.pull("leased", "g", wait=0) == []
 
 
@@ -71,21 +78,24 @@ def test_after_its_last_failed_attempt_a_message_is_a_dead_letter_with_the_last_
         assert message.attempts == attempts
         assert message.nack_reason == (f"fault {attempts - 1}?" if attempts else None)
         assert message.nack(after=0, reason=f"fault {attempts}\ud800")
-    eventually(lambda: "%DLQ%tries" in ball.topics() and ball.queues("%DLQ%tries")[0].max == 1, "given up")
+    eventually(
+        lambda: "%DLQ%tries" in ball.topics() and ball.queues("%DLQ%tries")[0].max == 1,
+        "the message is a dead letter",
+    )
     with node.client() as browser:
         (dead,) = browser.browse("%DLQ%tries")
     assert (dead.body, dead.attempts, dead.properties["RETRY_TOPIC"]) == (b"0", 3, "failing")
-    assert [one.reason for one in ball.dead_letters("tries").dead_letters] == ["fault 2?"]
+    assert [letter.reason for letter in ball.dead_letters("tries").dead_letters] == ["fault 2?"]
     assert ball.pull("failing", "tries", wait=0) == []
 
 
 def test_a_lease_can_be_extended_and_a_nack_can_delay_the_next_delivery(ball: Timeball) -> None:
     send(ball, "longer", 2)
-    first, second = sorted(pull_all(ball, "longer", "g", 2), key=lambda m: m.body)
+    first, second = sorted(pull_all(ball, "longer", "g", 2), key=lambda message: message.body)
     assert first.extend("1h") and first.extend("2h") and first.ack()
     assert second.nack(after="100ms")
-    (again,) = ball.pull("longer", "g", wait="30s")
-    assert (again.body, again.attempts) == (b"1", 1)
+    (redelivered,) = ball.pull("longer", "g", wait="30s")
+    assert (redelivered.body, redelivered.attempts) == (b"1", 1)
 
 
 def test_a_receipt_is_invalid_in_another_group_and_a_browsed_message_has_none(
@@ -111,7 +121,9 @@ def test_a_group_that_consumes_in_order_gets_one_message_of_a_queue_at_a_time(
     for body in (b"0", b"1", b"2"):
         (message,) = ball.pull("steps-in-order", "orderly", max_messages=1)
         assert message.body == body
-        assert ball.pull("steps-in-order", "orderly", wait=0) == [], "the queue waits for it"
+        assert ball.pull("steps-in-order", "orderly", wait=0) == [], (
+            "the queue waits for the answer to this message"
+        )
         assert message.ack()
 
 
@@ -129,14 +141,14 @@ def test_leases_and_acknowledgements_survive_a_restart_of_the_broker(data: Path)
             assert None not in run(Member(ball._operations, "kept", "g").ack(receipts))
 
 
-def test_a_late_group_may_begin_at_the_end(ball: Timeball) -> None:
+def test_a_group_that_starts_at_latest_gets_only_later_messages(ball: Timeball) -> None:
     send(ball, "latest-group", 5)
     assert ball.pull("latest-group", "late", wait=0, start="latest") == []
     ball.send("latest-group", "new")
     assert [message.body for message in ball.pull("latest-group", "late", start="latest")] == [b"new"]
 
 
-def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
+def test_a_waiting_pull_returns_the_message_that_becomes_due(ball: Timeball) -> None:
     ball.create_topic("polled-group", 1)
     receipt = ball.send("polled-group", "later", after="200ms")
     (message,) = ball.pull("polled-group", "g", wait="60s")
@@ -148,17 +160,19 @@ def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(
     node: RunningNode, ball: Timeball, dial: Dial
 ) -> None:
     send(ball, "loop", 10)
-    seen = []
+    received = []
     for message in ball.consume("loop", "g", max_messages=4):
-        seen.append(message.body)
-        if len(seen) == 6:
+        received.append(message.body)
+        if len(received) == 6:
             break
     with dial(node.http_endpoint) as other:
-        rest = {message.body: message.attempts for message in other.consume("loop", "g", until_idle="500ms")}
-    assert len(set(seen)) == 6
-    assert set(rest) == {b"%d" % i for i in range(10)} - set(seen[:5])
-    assert rest[seen[5]] == 1, "the one it was at has failed once"
-    assert [times for body, times in rest.items() if body != seen[5]] == [0] * 4
+        remaining = {
+            message.body: message.attempts for message in other.consume("loop", "g", until_idle="500ms")
+        }
+    assert len(set(received)) == 6
+    assert set(remaining) == {b"%d" % i for i in range(10)} - set(received[:5])
+    assert remaining[received[5]] == 1, "the message at which the loop was left has failed once"
+    assert [attempts for body, attempts in remaining.items() if body != received[5]] == [0] * 4
     assert sum(ball.offsets("g", "loop").values()) == 10
 
 
@@ -169,26 +183,26 @@ def test_a_loop_that_ends_by_an_error_acknowledges_the_processed_messages(ball: 
         for message in ball.consume("crash", "g"):
             if message.body == b"2":
                 raise ValueError(message.body)
-    again = [message.body for message in ball.consume("crash", "g", until_idle="500ms")]
-    assert sorted(again) == [b"2", b"3", b"4"]
+    redelivered = [message.body for message in ball.consume("crash", "g", until_idle="500ms")]
+    assert sorted(redelivered) == [b"2", b"3", b"4"]
 
 
 def test_a_slow_loop_renews_the_leases_of_its_queued_messages(node: RunningNode, ball: Timeball) -> None:
     send(ball, "slow", 7)
     pause = threading.Event()
-    seen = []
+    handled = []
     for message in ball.consume("slow", "g", until_idle="200ms", lease="2s"):
-        seen.append(message.body)
+        handled.append(message.body)
         pause.wait(0.35)
-    assert sorted(seen) == [b"%d" % i for i in range(7)], (
-        "each once, although all of them took longer than a lease"
+    assert sorted(handled) == [b"%d" % i for i in range(7)], (
+        "each message once, although the loop takes longer than a lease"
     )
 
 
 def test_a_loop_ends_when_its_stop_event_is_set(ball: Timeball) -> None:
     ball.create_topic("stopped", 1)
-    stop, seen = threading.Event(), []
-    loop = threading.Thread(target=lambda: seen.extend(ball.consume("stopped", "g", stop=stop)))
+    stop, received = threading.Event(), []
+    loop = threading.Thread(target=lambda: received.extend(ball.consume("stopped", "g", stop=stop)))
     loop.start()
     ball.send("stopped", "x")
     stop.set()
@@ -227,14 +241,14 @@ def test_a_pull_that_waits_for_its_topic_gets_the_first_messages(
     topic, received = "group-not-yet", list[Message]()
 
     def consume() -> None:
-        with dial(node.http_endpoint) as early:
+        with dial(node.http_endpoint) as member:
             while len(received) < 3:
-                received.extend(early.pull(topic, "g", wait=f"{BOUND_S}s", start="latest"))
+                received.extend(member.pull(topic, "g", wait=f"{BOUND_S}s", start="latest"))
 
     waiting = threading.Thread(target=consume)
     waiting.start()
     waiters = node.broker.waiters
-    eventually(lambda: topic in waiters._by_topic, "it waits, and makes no topic")
+    eventually(lambda: topic in waiters._by_topic, "a pull waits for the topic")
     assert topic not in ball.topics()
     ball.send_many([{"body": b"%d" % i} for i in range(3)], topic=topic)
     waiting.join(BOUND_S)
@@ -267,8 +281,8 @@ def test_a_filtered_message_is_delivered_again_to_the_same_filter(ball: Timeball
     ball.send("filtered-again", "x", tag="paid")
     (message,) = ball.pull("filtered-again", "g", tag="paid")
     assert message.nack(after="10ms")
-    (again,) = ball.pull("filtered-again", "g", tag="paid", wait="30s")
-    assert (again.attempts, again.tag) == (1, "paid")
+    (redelivered,) = ball.pull("filtered-again", "g", tag="paid", wait="30s")
+    assert (redelivered.attempts, redelivered.tag) == (1, "paid")
 
 
 @pytest.mark.parametrize("wait", [0, "10s"])

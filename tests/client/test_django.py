@@ -59,7 +59,7 @@ NUMBERS = count(1)
 
 @pytest.fixture(autouse=True)
 def configured(broker: TestBroker) -> Iterator[None]:
-    """Topics of its own for each test."""
+    """Settings for each test, with its own prefix of topics, and with results in the default cache."""
     shop.RUNS.clear()
     with override_settings(TASKS=tasks(broker.endpoint, prefix=f"t{next(NUMBERS)}-", results="default")):
         yield
@@ -74,18 +74,21 @@ def closed() -> Iterator[None]:
 
 
 def backend() -> TimeballBackend:
-    found: TimeballBackend = task_backends["default"]
-    return found
+    """The default backend of the current settings, in this thread."""
+    default: TimeballBackend = task_backends["default"]
+    return default
 
 
 @contextmanager
 def working(queue: str = "default") -> Iterator[None]:
+    """Run a worker of the queue with two threads."""
     (worker,) = make_workers(backend(), [queue], 2, 0, "60s")
     with worker:
         yield
 
 
 def status_of(result: Any) -> str:
+    """The current status of a result, which is refreshed."""
     result.refresh()
     return str(result.status)
 
@@ -96,24 +99,24 @@ def wait_for(result: Any, status: str) -> None:
 
 @contextmanager
 def recorded_signals() -> Iterator[list[tuple[str, str, str]]]:
-    """The signals in this block: name, id of the result, status."""
-    found: list[tuple[str, str, str]] = []
+    """The signals of this block in a list, django_signal with its name, the id of its result and its status."""
+    recorded: list[tuple[str, str, str]] = []
 
     def receiver(name: str) -> Any:
-        def hear(task_result: Any, **_: Any) -> None:
-            found.append((name, task_result.id, str(task_result.status)))
+        def record(task_result: Any, **_: Any) -> None:
+            recorded.append((name, task_result.id, str(task_result.status)))
 
-        return hear
+        return record
 
     signals = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
     receivers = {name: receiver(name) for name in signals}
-    for name, each in signals.items():
-        each.connect(receivers[name])
+    for name, django_signal in signals.items():
+        django_signal.connect(receivers[name])
     try:
-        yield found
+        yield recorded
     finally:
-        for name, each in signals.items():
-            each.disconnect(receivers[name])
+        for name, django_signal in signals.items():
+            django_signal.disconnect(receivers[name])
 
 
 # ---- enqueue ------------------------------------------------------------------------------------------------
@@ -140,10 +143,10 @@ def test_a_task_without_run_after_runs_at_once_by_a_worker_of_its_queue() -> Non
     with working("default"), working("mail"):
         wait_for(result, "SUCCESSFUL")
     assert shop.RUNS == [(1, 2.5, None, [{"a": "ü"}], {"big": 10**30})]
-    again = shop.note.get_result(result.id)
-    assert (again.args, again.task.queue_name) == ([1, 2.5, None, [{"a": "ü"}]], "mail")
-    assert again.enqueued_at == result.enqueued_at
-    assert again.started_at <= again.finished_at and len(again.worker_ids) == 1
+    stored = shop.note.get_result(result.id)
+    assert (stored.args, stored.task.queue_name) == ([1, 2.5, None, [{"a": "ü"}]], "mail")
+    assert stored.enqueued_at == result.enqueued_at
+    assert stored.started_at <= stored.finished_at and len(stored.worker_ids) == 1
 
 
 def test_a_coroutine_task_is_sent_and_run() -> None:
@@ -155,16 +158,16 @@ def test_a_coroutine_task_is_sent_and_run() -> None:
         wait_for(result, "SUCCESSFUL")
     assert result.return_value == "LATER" and shop.RUNS == ["later"]
 
-    async def look() -> Any:
+    async def read() -> Any:
         return (await shop.note_async.aget_result(result.id)).return_value
 
-    assert asyncio.run(look()) == "LATER"
+    assert asyncio.run(read()) == "LATER"
 
 
 def test_a_task_with_a_priority_is_refused() -> None:
-    with pytest.raises(Exception, match="priority") as refused:
+    with pytest.raises(Exception, match="priority") as caught:
         shop.note.using(priority=5)
-    assert type(refused.value).__name__ in ("InvalidTask", "InvalidTaskError")
+    assert type(caught.value).__name__ in ("InvalidTask", "InvalidTaskError")
 
 
 def test_a_run_after_without_a_zone_is_in_the_zone_of_the_project(broker: TestBroker) -> None:
@@ -209,13 +212,16 @@ def test_an_enqueue_whose_answer_is_lost_makes_one_task(broker: TestBroker) -> N
         cutting_proxy(broker.endpoint) as proxy,
         override_settings(TASKS=tasks(proxy.endpoint, prefix="cut-")),
     ):
-        shop.note.enqueue("the connection is made")
+        shop.note.enqueue("first")  # connects, for which the proxy must pass answers
         proxy.hold()
         ids: list[str] = []
         thread = threading.Thread(target=lambda: ids.append(shop.note.enqueue("once").id))
         thread.start()
         with Timeball(broker.endpoint) as ball:
-            eventually(lambda: sum(q.max for q in ball.queues("cut-default").values()) == 2, "sent")
+            eventually(
+                lambda: sum(queue.max for queue in ball.queues("cut-default").values()) == 2,
+                "the broker has the task",
+            )
             proxy.cut()
             thread.join(BOUND_S)
             assert len(ids) == 1
@@ -223,7 +229,7 @@ def test_an_enqueue_whose_answer_is_lost_makes_one_task(broker: TestBroker) -> N
                 json.loads(message.body)["args"]
                 for message in ball.consume("cut-default", "g", until_idle="0.1s")
             ]
-    assert sorted(bodies) == [["once"], ["the connection is made"]]
+    assert sorted(bodies) == [["once"], ["first"]]
 
 
 def test_an_enqueue_repeated_under_its_id_makes_one_task(broker: TestBroker) -> None:
@@ -256,10 +262,10 @@ def test_a_task_that_fails_runs_again_by_the_retry_policy(broker: TestBroker) ->
         wait_for(result, "SUCCESSFUL")
     assert result.return_value == 3 and result.attempts == 3 and len(result.errors) == 2
     # The worker may start the task before `enqueue` has returned in this thread.
-    told = [(name, status) for name, _, status in signals]
-    assert told.count(("enqueued", "READY")) == 1
-    told.remove(("enqueued", "READY"))
-    assert told == [*[("started", "RUNNING")] * 3, ("finished", "SUCCESSFUL")]
+    status_changes = [(name, status) for name, _, status in signals]
+    assert status_changes.count(("enqueued", "READY")) == 1
+    status_changes.remove(("enqueued", "READY"))
+    assert status_changes == [*[("started", "RUNNING")] * 3, ("finished", "SUCCESSFUL")]
 
 
 def test_after_its_last_failed_attempt_a_task_is_a_dead_letter(broker: TestBroker) -> None:
@@ -285,14 +291,14 @@ def test_a_task_that_raises_dead_fails_at_once_and_one_that_raises_retry_runs_la
     broker: TestBroker,
 ) -> None:
     with working():
-        given_up, asked = shop.give_up.enqueue(), shop.ask_again.enqueue()
-        wait_for(given_up, "FAILED")
-        eventually(lambda: backend().get_result(asked.id).errors, "the first attempt")
+        dead, retried = shop.give_up.enqueue(), shop.ask_again.enqueue()
+        wait_for(dead, "FAILED")
+        eventually(lambda: backend().get_result(retried.id).errors, "the first attempt")
         broker.clock.advance("59m")
-        wait_for(asked, "READY")
+        wait_for(retried, "READY")
         broker.clock.advance("1m")
-        eventually(lambda: len(backend().get_result(asked.id).errors) == 2, "the second attempt")
-    assert backend().ball.get(asked.id).groups[0].attempts >= 2
+        eventually(lambda: len(backend().get_result(retried.id).errors) == 2, "the second attempt")
+    assert backend().ball.get(retried.id).groups[0].attempts >= 2
 
 
 def test_a_worker_survives_a_task_that_exits_or_is_cancelled() -> None:
@@ -312,8 +318,8 @@ def test_a_task_is_not_repeated_if_its_result_or_its_signals_fail(
         raise ConnectionError("out of order")
 
     monkeypatch.setattr(LocMemCache, "set", refuse)
-    for each in (task_started, task_finished):
-        each.connect(refuse)
+    for django_signal in (task_started, task_finished):
+        django_signal.connect(refuse)
     try:
         options = {"max_attempts": 1, "prefix": "refused-", "results": "default"}
         with override_settings(TASKS=tasks(broker.endpoint, **options)), working():
@@ -321,8 +327,8 @@ def test_a_task_is_not_repeated_if_its_result_or_its_signals_fail(
             wait_for(done, "SUCCESSFUL")
             wait_for(failed, "FAILED")
     finally:
-        for each in (task_started, task_finished):
-            each.disconnect(refuse)
+        for django_signal in (task_started, task_finished):
+            django_signal.disconnect(refuse)
     assert shop.RUNS == [("once", {})]
     (letter,) = broker.client().dead_letters("refused-default").dead_letters
     assert letter.reason == "Dead: ValueError: attempt 1"
@@ -342,7 +348,7 @@ def test_a_task_runs_once_although_the_cache_cannot_be_read(
             result = shop.note.enqueue("once")
             wait_for(result, "SUCCESSFUL")
         assert shop.RUNS == [("once", {})] and result.attempts == 1
-        # The status is that of the broker.
+        # The status above came from the broker.
         with pytest.raises(ValueError, match="cannot be read"):
             _ = result.return_value
     assert f"result not read id={result.id}" in caplog.text
@@ -361,7 +367,7 @@ def test_a_task_whose_return_value_is_not_json_fails_and_is_not_repeated(
         result = shop.note_set.enqueue("once")
         wait_for(result, "FAILED")
         (letter,) = backend().ball.dead_letters(f"{prefix}default").dead_letters
-        eventually(lambda: signals[-1] == ("finished", result.id, "FAILED"), "told")
+        eventually(lambda: signals[-1] == ("finished", result.id, "FAILED"), "the signal is sent")
     assert shop.RUNS == ["once"] and letter.attempts == 1
     assert letter.reason == "Dead: the return value is not JSON: TypeError: Unsupported type: <class 'set'>"
     assert ["TypeError" in error.traceback for error in result.errors] == ([True] if results else [])
@@ -389,14 +395,17 @@ def test_a_message_that_names_no_task_runs_nothing(
     ids = [ball.send(backend().topic("mail"), body).id for body in [*bodies, "no JSON", "{}"]]
     with working("mail"):
         for message_id in ids:
-            eventually(lambda message_id=message_id: _nacked(ball, message_id), "the attempt has failed")
+            eventually(
+                lambda message_id=message_id: has_failed_attempt(ball, message_id), "the attempt has failed"
+            )
     assert shop.RUNS == [] and "is no task" in caplog.text
     for message_id in ids[:2]:
         with pytest.raises(ValueError, match="is no task"):
             backend().get_result(message_id)
 
 
-def _nacked(ball: Timeball, message_id: str) -> bool:
+def has_failed_attempt(ball: Timeball, message_id: str) -> bool:
+    """Whether the message waits for its next delivery after a failed attempt."""
     return any(place.attempts and place.state == "waiting" for place in ball.get(message_id).groups)
 
 
@@ -418,7 +427,7 @@ def test_an_unknown_id_and_a_message_that_is_no_task_have_no_result(broker: Test
     other = broker.client().send("other-topic", b"{}").id
     with pytest.raises(TaskResultDoesNotExist):
         backend().get_result(other)
-    large = shop.note.enqueue("x" * 70_000)
+    large = shop.note.enqueue("x" * 70_000)  # the broker returns only the beginning of so long a body
     with pytest.raises(TaskResultDoesNotExist):
         large.refresh()
 
@@ -426,11 +435,11 @@ def test_an_unknown_id_and_a_message_that_is_no_task_have_no_result(broker: Test
 # ---- checks -------------------------------------------------------------------------------------------------
 
 BACKEND = "timeball.client.django.backend.TimeballBackend"
-OTHER = BaseTaskBackend.__module__.removesuffix("base") + "dummy.DummyBackend"
+OTHER_BACKEND = BaseTaskBackend.__module__.removesuffix("base") + "dummy.DummyBackend"
 
 
 @pytest.mark.parametrize(
-    ("changed", "found"),
+    ("changed_settings", "ids"),
     [
         ({}, []),
         ({"OPTIONS": {"endpont": "http://h:1"}}, ["timeball.E001"]),
@@ -443,9 +452,13 @@ OTHER = BaseTaskBackend.__module__.removesuffix("base") + "dummy.DummyBackend"
         ({"OPTIONS": {"results": "default"}}, ["timeball.W001"]),
     ],
 )
-def test_check_reports_a_wrong_configuration_by_its_id(changed: dict[str, Any], found: list[str]) -> None:
-    with override_settings(TASKS={"default": {"BACKEND": BACKEND, "QUEUES": ["default"], **changed}}):
-        assert [message.id for message in checks.run_checks()] == found
+def test_check_reports_a_wrong_configuration_by_its_id(
+    changed_settings: dict[str, Any], ids: list[str]
+) -> None:
+    with override_settings(
+        TASKS={"default": {"BACKEND": BACKEND, "QUEUES": ["default"], **changed_settings}}
+    ):
+        assert [message.id for message in checks.run_checks()] == ids
 
 
 def test_check_reports_a_missing_database_and_a_missing_application(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +488,7 @@ def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
         (["--queue", "mial"], {"QUEUES": ["mail"]}, r"QUEUES'\] has no 'mial': did you mean 'mail'"),
         (["--backend", "other"], {}, r"TASKS\['other'\].*doesn't exist"),
         ([], {"QUEUES": []}, "name those to work on"),
-        ([], {"BACKEND": OTHER}, "is no TimeballBackend"),
+        ([], {"BACKEND": OTHER_BACKEND}, "is no TimeballBackend"),
     ],
 )
 def test_the_command_refuses_wrong_arguments_and_settings_with_the_reason(
@@ -490,7 +503,7 @@ def test_the_command_refuses_wrong_arguments_and_settings_with_the_reason(
 
 @contextmanager
 def worker_process(endpoint: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the command as a supervisor does. It is working when the block begins, and killed when the block ends."""
+    """Run the command in a process group. The worker works when the block begins, and is killed when the block ends."""
     with subprocess.Popen(
         [sys.executable, "-m", "django", "timeball_worker", *options],
         stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -507,10 +520,11 @@ def worker_process(endpoint: str, *options: str) -> Iterator[subprocess.Popen[st
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-NEVER = datetime(2035, 1, 1, tzinfo=UTC)
+NOT_DURING_TEST = datetime(2035, 1, 1, tzinfo=UTC)
 
 
 def bodies(ball: Timeball, topic: str) -> Iterator[str]:
+    """The bodies of the messages of a topic as they arrive, without an end."""
     for message in ball.consume(topic, "observers"):
         yield message.body.decode()
 
@@ -526,7 +540,7 @@ def test_the_command_runs_tasks_and_finishes_the_running_one_after_sigterm(node:
         words = bodies(ball, "forwarded")
         assert {next(words), next(words)} == {"a", "b"}
         running = shop.begin_and_end.enqueue("forwarded")
-        waiting = shop.note.using(run_after=NEVER).enqueue()
+        waiting = shop.note.using(run_after=NOT_DURING_TEST).enqueue()
         assert next(words) == "begun"
         process.send_signal(signal.SIGTERM)
         ball.send("forwarded-go", "x")
@@ -543,13 +557,13 @@ def test_all_tasks_run_although_their_workers_are_killed(node: RunningNode) -> N
     with override_settings(TASKS=tasks(node.http_endpoint)), Timeball(node.http_endpoint) as ball:
         for word in words:
             shop.forward_or_die.enqueue("survived", word)
-        seen: Counter[str] = Counter()
-        arriving = bodies(ball, "survived")
+        counts: Counter[str] = Counter()
+        arriving_words = bodies(ball, "survived")
         for kill_at in (60, 130, None):
             options = ("--processes=2", "--threads=2", "--lease=2s", "--queue=default")
             with worker_process(node.http_endpoint, *options):
-                while len(seen) < (kill_at or len(words)):
-                    seen[next(arriving)] += 1
-        arriving.close()
+                while len(counts) < (kill_at or len(words)):
+                    counts[next(arriving_words)] += 1
+        arriving_words.close()
         assert ball.dead_letters("django-default").dead_letters == []
-    assert set(seen) == set(words)
+    assert set(counts) == set(words)

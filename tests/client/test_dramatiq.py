@@ -39,14 +39,15 @@ def shared_broker() -> Iterator[TestBroker]:
 
 @pytest.fixture
 def broker(shared_broker: TestBroker) -> Iterator[TimeballBroker]:
-    """Topics of its own for each test."""
-    found = TimeballBroker(Timeball(shared_broker.endpoint), prefix=f"t{next(NUMBERS)}-")
-    yield found
-    found.close()
+    """A broker for each test, with its own prefix of topics."""
+    broker = TimeballBroker(Timeball(shared_broker.endpoint), prefix=f"t{next(NUMBERS)}-")
+    yield broker
+    broker.close()
 
 
 @contextmanager
 def working(broker: TimeballBroker, threads: int = 2) -> Iterator[dramatiq.Worker]:
+    """Run a worker of Dramatiq in this block."""
     worker = dramatiq.Worker(broker, worker_timeout=50, worker_threads=threads)
     worker.start()
     try:
@@ -56,11 +57,12 @@ def working(broker: TimeballBroker, threads: int = 2) -> Iterator[dramatiq.Worke
 
 
 def actor(broker: TimeballBroker, function: Callable[..., Any], **options: Any) -> Any:
+    """Declare the function as an actor of this broker, under its own name."""
     return dramatiq.actor(function, broker=broker, actor_name=function.__name__, **options)
 
 
-def in_group(broker: TimeballBroker, queue: str = "default") -> tuple[int, int]:
-    """The lag of the group of a queue, and the number of its messages in flight."""
+def lag_and_in_flight(broker: TimeballBroker, queue: str = "default") -> tuple[int, int]:
+    """The lag of the group of this queue, and the number of messages in flight in the group."""
     (group,) = broker.ball.groups(broker.topic(queue))
     return group.lag, group.in_flight
 
@@ -68,42 +70,41 @@ def in_group(broker: TimeballBroker, queue: str = "default") -> tuple[int, int]:
 def test_a_message_with_a_delay_is_delivered_at_its_due_time(
     broker: TimeballBroker, shared_broker: TestBroker
 ) -> None:
-    seen: list[int] = []
-    run = actor(broker, seen.append)
+    received: list[int] = []
+    run = actor(broker, received.append)
     with working(broker):
         run.send_with_options(args=(17,), delay=timedelta(days=40))
         shared_broker.assert_scheduled(broker.topic("default"), after="40d")
         shared_broker.clock.advance("39d")
         broker.join("default", timeout=BOUND_S * 1000)
-        assert seen == []
+        assert received == []
         shared_broker.clock.advance("1d")
-        eventually(lambda: seen == [17], "delivered")
+        eventually(lambda: received == [17], "delivered")
         broker.join("default", timeout=BOUND_S * 1000)
-    assert in_group(broker) == (0, 0)
+    assert lag_and_in_flight(broker) == (0, 0)
 
 
 def test_messages_of_two_queues_are_processed_once_by_their_actors(broker: TimeballBroker) -> None:
-    seen: list[tuple[str, int]] = []
+    received: list[tuple[str, int]] = []
 
     def mail(number: int) -> None:
-        seen.append(("mail", number))
+        received.append(("mail", number))
 
-    def other(number: int) -> None:
-        seen.append(("other", number))
+    def default(number: int) -> None:
+        received.append(("default", number))
 
-    actors = [actor(broker, mail, queue_name="mail"), actor(broker, other)]
+    actors = [actor(broker, mail, queue_name="mail"), actor(broker, default)]
     for number in range(20):
         actors[number % 2].send(number)
     with working(broker, threads=4):
         for queue in ("mail", "default"):
             broker.join(queue, timeout=BOUND_S * 1000)
-    assert sorted(seen) == sorted((("mail", "other")[number % 2], number) for number in range(20))
+    assert sorted(received) == sorted((("mail", "default")[number % 2], number) for number in range(20))
 
 
 def test_a_delayed_message_is_cancelled_by_its_id(broker: TimeballBroker, shared_broker: TestBroker) -> None:
-    seen: list[int] = []
-    message = actor(broker, seen.append).send_with_options(args=(1,), delay=60_000)
-    assert [each.verdict for each in broker.ball.cancel(key=message.message_id)] == ["cancelled"]
+    message = actor(broker, print).send_with_options(args=(1,), delay=60_000)
+    assert [verdict.verdict for verdict in broker.ball.cancel(key=message.message_id)] == ["cancelled"]
     assert shared_broker.pending(broker.topic("default")) == []
 
 
@@ -121,7 +122,7 @@ def test_a_retry_is_scheduled_and_runs_at_its_due_time(
     with working(broker):
         eventually(lambda: shared_broker.pending(broker.topic("default")), "the retry is scheduled")
         broker.join("default", timeout=BOUND_S * 1000)
-        # Not further: the lease of the retry would end.
+        # The clock is advanced to this instant and not beyond it: the lease of the retry would end.
         shared_broker.clock.advance_to(shared_broker.assert_scheduled(broker.topic("default")).due)
         eventually(lambda: len(attempts) == 2, "the retry has run")
         broker.join("default", timeout=BOUND_S * 1000)
@@ -142,14 +143,14 @@ def test_a_message_without_retries_that_fails_is_a_dead_letter_with_its_reason(
 
 
 def test_a_message_of_another_program_becomes_a_dead_letter(broker: TimeballBroker) -> None:
-    seen: list[int] = []
-    run = actor(broker, seen.append)
+    received: list[int] = []
+    run = actor(broker, received.append)
     for body in ("no JSON", "{}"):
         broker.ball.send(broker.topic("default"), body)
     run.send(1)
     with working(broker):
         broker.join("default", timeout=BOUND_S * 1000)
-    assert seen == [1]
+    assert received == [1]
     letters = broker.ball.dead_letters(broker.topic("default")).dead_letters
     assert sorted(letter.body for letter in letters) == [b"no JSON", b"{}"]
 
@@ -168,7 +169,7 @@ def test_a_message_that_kills_17_workers_becomes_a_dead_letter(
     assert attempts == 17 and [letter.attempts for letter in letters] == [17]
 
 
-def test_a_worker_holds_at_most_its_prefetch_and_gives_back_the_others_at_a_stop(
+def test_a_worker_holds_at_most_its_prefetch_and_gives_the_unprocessed_ones_back_at_a_stop(
     broker: TimeballBroker,
 ) -> None:
     begun, may_end = threading.Semaphore(0), threading.Event()
@@ -184,26 +185,26 @@ def test_a_worker_holds_at_most_its_prefetch_and_gives_back_the_others_at_a_stop
     worker.start()
     for _ in range(2):
         assert begun.acquire(timeout=BOUND_S)
-    eventually(lambda: in_group(broker)[1] == 4, "two for each thread")
+    eventually(lambda: lag_and_in_flight(broker)[1] == 4, "the worker holds two messages for each thread")
     stopping = threading.Thread(target=worker.stop)
     stopping.start()
-    # Then they take no other message.
+    # From then on they take no other message.
     eventually(lambda: not any(thread.running for thread in worker.workers), "the threads are told to stop")
     may_end.set()
     stopping.join(BOUND_S)
     topic = broker.topic("default")
-    assert in_group(broker)[1] == 0, "none is held"
-    left = broker.ball.pull(topic, topic, wait=0)
-    assert len(left) == 18 and {message.attempts for message in left} == {0}
+    assert lag_and_in_flight(broker)[1] == 0, "the worker holds no message"
+    unprocessed = broker.ball.pull(topic, topic, wait=0)
+    assert len(unprocessed) == 18 and {message.attempts for message in unprocessed} == {0}
 
 
 def test_a_flush_removes_the_due_and_the_scheduled_messages(
     broker: TimeballBroker, shared_broker: TestBroker
 ) -> None:
-    seen: list[int] = []
-    run = actor(broker, seen.append)
+    received: list[int] = []
+    run = actor(broker, received.append)
     broker.declare_queue("unused")
-    broker.flush_all()  # no message has created the topics
+    broker.flush_all()  # has no effect: no message has created the topics
     for number in range(5):
         run.send(number)
         run.send_with_options(args=(number,), delay=60_000)
@@ -212,7 +213,7 @@ def test_a_flush_removes_the_due_and_the_scheduled_messages(
     with working(broker):
         run.send(99)
         broker.join("default", timeout=BOUND_S * 1000)
-    assert seen == [99]
+    assert received == [99]
 
 
 def test_a_join_returns_without_messages_and_raises_after_its_time_limit(broker: TimeballBroker) -> None:
@@ -251,14 +252,16 @@ def test_the_lease_of_a_running_actor_is_renewed(node: RunningNode) -> None:
     actor(broker, slow).send()
     try:
         with working(broker):
-            eventually(lambda: attempts, "begun")
+            eventually(lambda: attempts, "the actor has begun")
             (received,) = broker._held["default"]
 
             def lease_end_ms() -> int:
                 return broker.ball.get(received.id or "").groups[0].until_ms or 0
 
             first_ms = lease_end_ms()
-            eventually(lambda: lease_end_ms() > first_ms + 900, "renewed for three leases")
+            eventually(
+                lambda: lease_end_ms() > first_ms + 900, "the lease is renewed for the time of three leases"
+            )
             may_end.set()
             broker.join("default", timeout=BOUND_S * 1000)
     finally:
@@ -278,7 +281,7 @@ def test_a_message_whose_retry_cannot_be_sent_is_delivered_again(tmp_path: Path,
         with pytest.raises(ConnectionClosed):
             broker.enqueue(message, delay=1_000)
         with pytest.raises(ConnectionClosed):
-            consumer.ack(message)  # Dramatiq repeats it
+            consumer.ack(message)  # Dramatiq calls it again after the error
         node.start()
         consumer.ack(message)
         consumer.close()
@@ -288,7 +291,7 @@ def test_a_message_whose_retry_cannot_be_sent_is_delivered_again(tmp_path: Path,
 
 
 def test_a_message_whose_retry_is_refused_is_delivered_again(broker: TimeballBroker) -> None:
-    """A traceback, for instance, makes the message too large."""
+    """A retry with a traceback may be too large for a message."""
     actor(broker, print).send("x")
     consumer = broker.consume("default", timeout=1_000)
     message = next(consumer)
@@ -303,12 +306,12 @@ def test_a_message_whose_retry_is_refused_is_delivered_again(broker: TimeballBro
 
 
 def test_a_message_with_a_negative_delay_is_delivered_at_once(broker: TimeballBroker) -> None:
-    seen: list[int] = []
-    run = actor(broker, seen.append)
+    received: list[int] = []
+    run = actor(broker, received.append)
     with working(broker):
         run.send_with_options(args=(1,), delay=timedelta(seconds=-5))
         broker.join("default", timeout=BOUND_S * 1000)
-    assert seen == [1]
+    assert received == [1]
 
 
 def test_a_consumer_receives_again_when_its_broker_is_back(tmp_path: Path, no_pauses: None) -> None:
@@ -325,24 +328,24 @@ def test_a_consumer_receives_again_when_its_broker_is_back(tmp_path: Path, no_pa
         consumer.requeue([message])
         consumer.close()
         topic = broker.topic("default")
-        assert [each.attempts for each in broker.ball.pull(topic, topic)] == [0]
+        assert [message.attempts for message in broker.ball.pull(topic, topic)] == [0]
         broker.close()
 
 
 @pytest.mark.slow
 def test_all_messages_are_processed_although_their_workers_are_killed(node: RunningNode) -> None:
-    """Twice, kill -9 of all processes while they work."""
-    words, seen = [str(number) for number in range(200)], Counter[str]()
+    """All processes end twice by kill -9 while they work."""
+    words, counts = [str(number) for number in range(200)], Counter[str]()
     with Timeball(node.http_endpoint) as ball:
         broker = TimeballBroker(ball)
 
         def forward(topic: str, word: str) -> None:
-            raise AssertionError("runs in the workers")
+            raise AssertionError("the workers run the actor of the same name in dramatiq_actors")
 
         run = actor(broker, forward, queue_name="forwarding")
         for word in words:
             run.send("survived-dramatiq", word)
-        arriving = ball.consume("survived-dramatiq", "observers")
+        arriving_messages = ball.consume("survived-dramatiq", "observers")
         for kill_at in (60, 130, len(words)):
             process = subprocess.Popen(
                 [sys.executable, "-m", "dramatiq", "tests.client.dramatiq_actors", "--processes=2", "--threads=2"],
@@ -350,11 +353,11 @@ def test_all_messages_are_processed_although_their_workers_are_killed(node: Runn
                 env=environment(SHOP_ENDPOINT=node.http_endpoint, PYTHONPATH=os.pathsep.join(sys.path)),
             )  # fmt: skip
             try:
-                while len(seen) < kill_at:
-                    seen[next(arriving).body.decode()] += 1
+                while len(counts) < kill_at:
+                    counts[next(arriving_messages).body.decode()] += 1
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(BOUND_S)
-        arriving.close()
-        assert set(seen) == set(words)
+        arriving_messages.close()
+        assert set(counts) == set(words)
         assert ball.dead_letters("dramatiq-forwarding").dead_letters == []

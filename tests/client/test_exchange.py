@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,14 +39,17 @@ SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 
 def batch(topic: str = "exchange", rows: int = 1) -> pa.RecordBatch:
+    """A batch of this many equal messages."""
     return pa.RecordBatch.from_arrays([pa.array([topic] * rows), pa.array([b"x"] * rows)], schema=SCHEMA)
 
 
 def open_exchange(node: RunningNode, schema: pa.Schema = SCHEMA) -> SendExchange:
+    """A send stream at this node, over a connection of its own."""
     return exchange_of(flight.FlightClient(node.endpoint), node.endpoint, schema)
 
 
 def exchange_of(client: object, endpoint: str, schema: pa.Schema = SCHEMA) -> SendExchange:
+    """A send stream by this client, which is Flight's or stands for it."""
     return SendExchange(client, schema, endpoint, open_s=BOUND_S, limit_s=BOUND_S)
 
 
@@ -54,21 +58,21 @@ def test_each_batch_gets_its_own_answer_in_order(node: RunningNode) -> None:
     futures = [exchange.submit(batch(rows=rows)) for rows in range(1, 200)]
     acks = [future.result(BOUND_S) for future in futures]
     assert [ack.rows for ack in acks] == list(range(1, 200))
-    for before, after in itertools.pairwise(acks):
-        assert after.first_seq >= before.first_seq + before.rows
+    for ack, next_ack in itertools.pairwise(acks):
+        assert next_ack.first_seq >= ack.first_seq + ack.rows
     exchange.close()
 
 
 def test_a_refused_batch_does_not_end_the_stream(node: RunningNode) -> None:
     exchange = open_exchange(node)
-    good, bad, after = (
+    before, refused, after = (
         exchange.submit(batch()),
         exchange.submit(batch("no/such/name")),
         exchange.submit(batch()),
     )
-    assert good.result(BOUND_S).rows == after.result(BOUND_S).rows == 1
+    assert before.result(BOUND_S).rows == after.result(BOUND_S).rows == 1
     with pytest.raises(InvalidMessage, match="topic"):
-        bad.result(BOUND_S)
+        refused.result(BOUND_S)
     assert exchange.alive
     exchange.close()
     assert not exchange.alive
@@ -109,10 +113,10 @@ def test_a_stopping_broker_answers_or_refuses_each_batch_and_loses_none(data: Pa
         outcomes = [future.exception(BOUND_S) for future in futures]
         eventually(lambda: not exchange.alive, "the stream ends")
         node.start()
-        durable = node.broker.status()["log"]["next_seq"]  # type: ignore[index]
+        next_seq = node.broker.status()["log"]["next_seq"]  # type: ignore[index]
     accepted = [future.result().first_seq for future, error in zip(futures, outcomes) if error is None]
-    assert accepted and all(seq < durable for seq in accepted)
-    assert all(error is None or isinstance(error, NotNow) for error in outcomes)  # none is Lost
+    assert accepted and all(seq < next_seq for seq in accepted)
+    assert all(error is None or isinstance(error, NotNow) for error in outcomes)  # no batch is Lost
     with pytest.raises(NotSent):
         exchange.submit(batch())
     exchange.close()
@@ -124,14 +128,15 @@ def test_the_writer_of_a_stream_that_the_broker_ended_is_closed_without_output(
     """Arrow prints the error of a writer that is freed and not closed."""
     with running_node(data) as node:
 
-        def see_the_end() -> None:
+        def end_stream() -> None:
+            """Let the broker end a stream. At the return no name refers to it, so Python frees its writer."""
             exchange = open_exchange(node)
             exchange.submit(batch()).result(BOUND_S)
             node.stop()
             exchange._thread.join(BOUND_S)
             assert not exchange.alive
 
-        see_the_end()
+        end_stream()
         gc.collect()
         node.start()
     assert "Close() failed" not in capfd.readouterr().err
@@ -145,7 +150,7 @@ def test_the_codes_of_the_clients_errors_differ_from_those_of_the_broker() -> No
 
 
 class Refusing:
-    """Flight's client, with a refusal of the broker before the schema is written."""
+    """In the place of Flight's client: opening a stream raises this error."""
 
     def __init__(self, error: flight.FlightError) -> None:
         self.error = error
@@ -170,10 +175,10 @@ def test_an_error_before_the_stream_opens_is_raised_as_a_refusal_or_notsent(
 
 
 class Broken:
-    """Flight's client, writer and reader, of a stream that ends with this error once a batch is written."""
+    """In the place of Flight's client, writer and reader: the stream fails with this text once a batch is written."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.written = text, threading.Event()
+        self.text, self.has_written = text, threading.Event()
 
     def do_exchange(self, _: flight.FlightDescriptor) -> tuple[Broken, Broken]:
         return self, self
@@ -182,13 +187,13 @@ class Broken:
         pass
 
     def write_batch(self, _: pa.RecordBatch) -> None:
-        self.written.set()
+        self.has_written.set()
 
     def close(self) -> None:
         pass
 
     def read_chunk(self) -> None:
-        assert self.written.wait(BOUND_S)
+        assert self.has_written.wait(BOUND_S)
         raise flight.FlightUnavailableError(f"Flight returned unavailable error, with message: {self.text}")
 
 
@@ -199,13 +204,13 @@ class Broken:
 def test_a_batch_is_notsent_and_not_lost_if_no_connection_carried_it(
     text: str, error_class: type[TimeballError]
 ) -> None:
-    """gRPC moves a stream that a GOAWAY has not processed to another connection: no broker has seen its batches."""
+    """After a GOAWAY, gRPC opens a stream that was not processed on another connection: no broker has its batches."""
     exchange = exchange_of(Broken(text), "grpc://here")
     assert type(exchange.submit(batch()).exception(BOUND_S)) is error_class
 
 
 class Disconnected(Broken):
-    """A stream that breaks while this method of the writer runs. pyarrow then raises OSError."""
+    """In the place of Flight's client: this method of the writer raises OSError, as after a broken connection."""
 
     def __init__(self, method: str) -> None:
         super().__init__("Socket closed")
@@ -215,7 +220,7 @@ class Disconnected(Broken):
         self._break("begin")
 
     def write_batch(self, _: pa.RecordBatch) -> None:
-        self.written.set()
+        self.has_written.set()
         self._break("write_batch")
 
     def _break(self, method: str) -> None:
@@ -236,19 +241,20 @@ def test_a_batch_whose_write_fails_is_notsent() -> None:
 # ---- a broker that hangs -----------------------------------------------------------------------------------
 
 
-def unanswered(node: Unanswering, limit_s: float) -> SendExchange:
+def unanswered_exchange(node: Unanswering, limit_s: float) -> SendExchange:
+    """A send stream at a node that answers no batch, with this time limit for an answer."""
     client = flight.FlightClient(f"grpc://127.0.0.1:{node.port}")
     return SendExchange(client, SCHEMA, "grpc://here", open_s=BOUND_S, limit_s=limit_s)
 
 
 def test_batches_without_an_answer_are_lost_after_the_time_limit_of_the_oldest() -> None:
     with unanswering_node() as node:
-        exchange = unanswered(node, 0.1)
+        exchange = unanswered_exchange(node, 0.1)
         answers = [exchange.submit(batch()) for _ in range(3)]
         for answer in answers:
             with pytest.raises(Lost, match=r"within 0\.1 s; the message may or may not have been accepted"):
                 answer.result(BOUND_S)
-        assert answers[0].waited_ns >= 0.1 * 1e9 and [each.waited_ns for each in answers[1:]] == [0, 0]
+        assert answers[0].waited_ns >= 0.1 * 1e9 and [answer.waited_ns for answer in answers[1:]] == [0, 0]
         eventually(lambda: not exchange.alive, "the stream ends")
         with pytest.raises(NotSent):
             exchange.submit(batch())
@@ -258,8 +264,8 @@ def test_batches_without_an_answer_are_lost_after_the_time_limit_of_the_oldest()
 def test_a_blocked_write_ends_with_the_time_limit_of_the_oldest_batch() -> None:
     large = pa.RecordBatch.from_arrays([pa.array(["t"] * 4), pa.array([b"x" * 1_000_000] * 4)], schema=SCHEMA)
     with unanswering_node() as node:
-        exchange, answers = unanswered(node, 0.3), list[Answer]()
-        with pytest.raises(NotSent):  # by a `submit` after the end
+        exchange, answers = unanswered_exchange(node, 0.3), list[Answer]()
+        with pytest.raises(NotSent):  # raised by the first `submit` after the end of the stream
             while True:
                 answers.append(exchange.submit(large))
         assert all(type(answer.exception(BOUND_S)) is Lost for answer in answers)
@@ -271,7 +277,7 @@ def test_an_idle_stream_has_no_time_limit(node: RunningNode) -> None:
     exchange = SendExchange(client, SCHEMA, node.endpoint, open_s=BOUND_S, limit_s=BOUND_S)
     exchange.submit(batch()).result(BOUND_S)
     exchange.limit_s = 0.01
-    threading.Event().wait(0.1)
+    time.sleep(0.1)
     assert exchange.alive
     exchange.limit_s = BOUND_S
     assert exchange.submit(batch()).result(BOUND_S).rows == 1
@@ -285,6 +291,7 @@ def test_a_stream_that_does_not_open_in_time_raises_notsent() -> None:
 
 
 def end_streams_that_break(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run broken_streams.py with these arguments."""
     return subprocess.run(
         [sys.executable, broken_streams.__file__, *words],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False,
@@ -292,8 +299,8 @@ def end_streams_that_break(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_survives_the_end_of_streams_that_break_at_that_moment() -> None:
-    ended = end_streams_that_break()
-    assert (ended.returncode, ended.stdout) == (0, "done\n")
+    process = end_streams_that_break()
+    assert (process.returncode, process.stdout) == (0, "done\n")
 
 
 def test_a_client_that_ends_streams_by_grpcs_own_means_is_noticed() -> None:
@@ -304,7 +311,7 @@ def test_a_client_that_ends_streams_by_grpcs_own_means_is_noticed() -> None:
 
 
 def records(topic: str, *bodies: bytes) -> pa.RecordBatch:
-    """The messages of one batch of a source."""
+    """A batch with a message for each body."""
     return pa.record_batch([pa.array([topic] * len(bodies)), pa.array(bodies, pa.binary())], SCHEMA)
 
 
@@ -316,6 +323,7 @@ def stored_bodies(columns: Timeball, topic: str) -> list[bytes]:
 
 @pytest.fixture
 def calls(node: RunningNode) -> Iterator[Calls]:
+    """A connection to the node over Flight."""
     connection = Calls(node.endpoint, 30_000)
     yield connection
     connection.close()
@@ -325,7 +333,7 @@ def test_a_source_continues_from_the_positions_at_the_broker(calls: Calls, colum
     source = Source(calls, "goes.on")
     assert source.positions() == {}
     source.send(records("goes-on", b"a", b"b"), {0: 7, 1: 0}, {0: 8, 1: 1})
-    source.send(records("goes-on"), {0: 8}, {0: 20})  # of these records, none became a message
+    source.send(records("goes-on"), {0: 8}, {0: 20})  # records of which none became a message
     source.close()
     later = Source(calls, "goes.on")
     assert later.positions() == {0: 20, 1: 1}

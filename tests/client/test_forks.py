@@ -25,17 +25,15 @@ def run_script(script: str, *arguments: str, timeout_s: float = 110) -> list[str
 
 
 def run_forked(endpoint: str, case: str, kind: str = "blocking") -> dict[str, str]:
-    """Run tests/client/forked.py. Returns the outcome of each call of the child by name.
+    """Run tests/client/forked.py. Returns the outcome of each call of the child by its name.
 
-    "ended" is the exit code of the child, and "parent" whether the parent continues.
+    Two entries are not calls: "ended" is the exit code of the child, "parent" whether the client works in the parent.
     """
     return dict(line.split(": ", 1) for line in run_script("forked", endpoint, case, kind))
 
 
 @pytest.mark.parametrize("protocol", ["flight", "http"])
-def test_a_client_created_before_a_fork_and_first_used_in_the_child_works(
-    node: RunningNode, protocol: str
-) -> None:
+def test_a_client_that_is_first_used_in_a_child_after_a_fork_works(node: RunningNode, protocol: str) -> None:
     outcomes = run_forked(node.endpoint if protocol == "flight" else node.http_endpoint, "made")
     assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
     assert set(outcomes.values()) == {"done"}, outcomes
@@ -79,7 +77,7 @@ def test_over_http_each_call_works_in_a_forked_child(node: RunningNode, case: st
 def test_each_message_is_handed_out_once_while_processes_are_started_under_load(
     tmp_path: Path, kind: str, start_method: str, processes: int
 ) -> None:
-    """The parent and its children send and consume meanwhile. Each message is handed out once."""
+    """The parent and its children send and consume at the same time."""
     with running_node(tmp_path / "data") as node:
         lines = run_script(
             "forks_under_load", node.http_endpoint, kind, start_method, str(processes), timeout_s=800
@@ -89,4 +87,6 @@ def test_each_message_is_handed_out_once_while_processes_are_started_under_load(
         event, message_id = line.split(" ", 1)
         ids[event][message_id] += 1
     assert ids["sent"].total() >= 3 * processes
-    assert ids["got"] == ids["sent"] and set(ids["sent"].values()) == {1}, "each once, and no other"
+    assert ids["got"] == ids["sent"] and set(ids["sent"].values()) == {1}, (
+        "each is handed out once, and no other message is"
+    )

@@ -33,6 +33,7 @@ BOTH_CLIENTS = True
 
 
 def address(node: RunningNode) -> str:
+    """The host and port of a node's HTTP interface."""
     return node.http_endpoint.partition("://")[2]
 
 
@@ -56,11 +57,11 @@ def answering(*answers: bytes) -> Iterator[str]:
 
 @contextmanager
 def hanging_after(begin: bytes) -> Iterator[str]:
-    """A server that begins each answer with these bytes, and then says nothing. Yields its address."""
+    """A server that begins each answer with these bytes, and sends no more. Yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
 
         def serve() -> None:
-            with suppress(OSError):  # the end
+            with suppress(OSError):  # the listening socket is shut down at the end
                 while True:
                     peer = stack.enter_context(listening.accept()[0])
                     peer.recv(65_536)
@@ -72,6 +73,7 @@ def hanging_after(begin: bytes) -> Iterator[str]:
 
 
 def answer(status: str, body: str, content_type: str = "application/problem+json") -> bytes:
+    """The bytes of an answer of one request."""
     # Without `connection: close`, a fast client would send its next request on a connection that is about to close.
     head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n"
     return (head + "connection: close\r\n\r\n" + body).encode()
@@ -93,6 +95,7 @@ def received_line(number: int) -> bytes:
 
 
 def problem(status: str, code: str) -> bytes:
+    """The bytes of an answer with a problem document whose detail is "because"."""
     return answer(status, f'{{"code":"{code}","detail":"because"}}')
 
 
@@ -102,7 +105,7 @@ def problem(status: str, code: str) -> bytes:
 def test_a_call_goes_to_the_next_node_if_the_first_is_not_there(node: RunningNode) -> None:
     with Timeball(f"http://127.0.0.1:1,{address(node)}") as ball:
         assert ball.send("several", "x").seq > 0
-        assert ball._operations.endpoint == node.http_endpoint, "the one that answers is kept"
+        assert ball._operations.endpoint == node.http_endpoint, "later calls go to the node that has answered"
 
 
 @contextmanager
@@ -118,7 +121,7 @@ def silent_node() -> Iterator[str]:
 
 def test_a_connection_attempt_leaves_time_for_the_next_node(node: RunningNode, dial: Dial) -> None:
     with silent_node() as silent:
-        for timeout_ms in (3_000, 30_000):  # the connection must be given up before the end of the call
+        for timeout_ms in (3_000, 30_000):  # the attempt to connect must end before this time limit
             with dial(f"http://{silent},{address(node)}", timeout_ms=timeout_ms) as ball:
                 assert ball.send("silent", "x").seq > 0
         with dial(f"http://{silent}", timeout_ms=100) as ball, pytest.raises(NotSent, match="timed out"):
@@ -126,7 +129,7 @@ def test_a_connection_attempt_leaves_time_for_the_next_node(node: RunningNode, d
 
 
 def test_a_repeatable_call_goes_to_the_next_node_if_the_first_hangs(node: RunningNode, dial: Dial) -> None:
-    with stopped_node() as hanging:
+    with stopped_node() as hanging:  # each new client asks it first
         endpoint = f"http://{hanging},{address(node)}"
         with dial(endpoint, timeout_ms=2_000) as ball:
             assert ball.send("hangs", "x", retry=True).seq > 0
@@ -144,29 +147,31 @@ def test_a_stream_without_bytes_is_opened_again_at_the_next_node(monkeypatch: py
     with hanging_after(stream_answer()) as silent, answering(stream_answer(received_line(1))) as good:
         calls = HttpCalls(f"http://{silent},{good}", 30_000)
         stream = calls.open_stream(LeaseRequest("t", "g", 1, 0, 1_000), 1, None)
-        found = list[Any]()
+        messages = list[Any]()
         for _ in range(200):
-            if found := stream.read(100):
+            if messages := stream.read(100):
                 break
-        assert [message.seq for message in found] == [1]
+        assert [message.seq for message in messages] == [1]
         stream.close()
         calls.close()
 
 
 def test_a_connection_is_kept_for_its_own_node_after_a_change_of_the_current_one(node: RunningNode) -> None:
-    """Another thread may switch to the next node while one connects."""
+    """While a thread connects, another thread may change the current node."""
 
-    class Turning(BlockingNetwork):
+    class NodeChangingNetwork(BlockingNetwork):
+        """Changes the current node during each connection attempt that will succeed."""
+
         async def connect(self, host: str, port: int, *more: Any) -> Stream:
             if port != 1:
                 calls.leave(calls.endpoint)
             return await super().connect(host, port, *more)
 
-    calls = HttpCalls(f"{node.http_endpoint},127.0.0.1:1", 30_000, network=Turning())
+    calls = HttpCalls(f"{node.http_endpoint},127.0.0.1:1", 30_000, network=NodeChangingNetwork())
     first, second = calls._endpoints
     for _ in range(4):
         calls.run(list_topics())
-    assert all(each._node.endpoint == first for each in calls._kept[first])
+    assert all(connection._node.endpoint == first for connection in calls._kept[first])
     assert calls._kept[first] and not calls._kept[second]
     calls.close()
 
@@ -207,26 +212,26 @@ def test_a_malformed_endpoint_is_refused(endpoint: str, dial: Dial) -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_an_error_answer_of_another_server_is_distinguished_from_a_brokers(dial: Dial) -> None:
-    for data, kind, text in (
+def test_an_error_answer_of_another_server_is_distinguished_from_one_of_a_broker(dial: Dial) -> None:
+    for other_answer, error_class, text in (
         (b"SSH-2.0-OpenSSH\r\n", TimeballError, "something else than a broker would"),
         (answer("404 Not Found", "<html>", "text/html"), TimeballError, "status 404, and not as a broker"),
         (answer("502 Bad Gateway", "<html>", "text/html"), Lost, "status 502"),
     ):
-        with answering(data) as other, dial(f"http://{other}") as ball:
-            with pytest.raises(kind, match=text):
+        with answering(other_answer) as other, dial(f"http://{other}") as ball:
+            with pytest.raises(error_class, match=text):
                 ball.send("t", "x")
 
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("body", ["<html>", '{"seq":"one"}', '{"messages":[],"store_ms":1}', "\xff"])
 def test_a_successful_answer_of_another_server_is_an_error(body: str, dial: Dial) -> None:
-    """The broker behind a proxy may have carried out a send, so its rows are unknown."""
+    """A broker behind a proxy may have carried out a send although the proxy answers, so the outcome is unknown."""
     other_answer = answer("200 OK", body, "text/html")
     with answering(*3 * (other_answer,)) as other, dial(f"http://{other}") as ball:
         with pytest.raises(TimeballError, match="not as a broker would") as caught:
             ball.topics()
-        assert not isinstance(caught.value, Unavailable), "another attempt gets the same answer"
+        assert not isinstance(caught.value, Unavailable), "an attempt later would get the same answer"
         with pytest.raises(Lost, match="not as a broker would"):
             ball.send("t", "x")
         with pytest.raises(Lost, match="may or may not be accepted: rows 0 to 1"):
@@ -263,37 +268,40 @@ def test_a_send_whose_answer_is_lost_is_repeated_with_retry_and_else_raises_lost
         with (
             cutting_proxy(node.http_endpoint) as proxy,
             dial(proxy.endpoint) as ball,
-            dial(node.http_endpoint) as look,
+            dial(node.http_endpoint) as observer,
         ):
             ball.create_topic(topic, 1)
             with ThreadPoolExecutor(1) as pool:
                 proxy.hold()
                 sending = pool.submit(ball.send, topic, "x", retry=retry)
-                eventually(lambda topic=topic, look=look: look.queues(topic)[0].max == 1, "the broker has it")
+                eventually(
+                    lambda topic=topic, observer=observer: observer.queues(topic)[0].max == 1,
+                    "the broker has the message",
+                )
                 proxy.cut()
                 if retry:
                     assert sending.result(BOUND_S).outcome == "created"
                 else:
                     with pytest.raises(Lost, match="may or may not have been carried out"):
                         sending.result(BOUND_S)
-            assert look.queues(topic)[0].max == 1, "it is there once"
+            assert observer.queues(topic)[0].max == 1, "the message is stored once"
 
 
 def test_the_rows_of_a_lost_answer_are_unknown_in_the_summary(node: RunningNode, dial: Dial) -> None:
     with (
         cutting_proxy(node.http_endpoint) as proxy,
         dial(proxy.endpoint) as ball,
-        dial(node.http_endpoint) as look,
+        dial(node.http_endpoint) as observer,
     ):
         ball.create_topic("cut-rows", 1)
         with ThreadPoolExecutor(1) as pool:
             proxy.hold()
             sending = pool.submit(ball.send_many, [{"body": "b"}] * 4, topic="cut-rows")
-            eventually(lambda: look.queues("cut-rows")[0].max == 4, "the broker has them")
+            eventually(lambda: observer.queues("cut-rows")[0].max == 4, "the broker has the messages")
             proxy.cut()
             with pytest.raises(Lost, match="may or may not be accepted: rows 0 to 3") as caught:
                 sending.result(BOUND_S)
-        assert [(each.first_row, each.rows) for each in caught.value.summary.unknown] == [(0, 4)]
+        assert [(span.first_row, span.rows) for span in caught.value.summary.unknown] == [(0, 4)]
 
 
 def test_a_call_without_an_answer_ends_after_its_time_limit(node: RunningNode, dial: Dial) -> None:
@@ -303,7 +311,7 @@ def test_a_call_without_an_answer_ends_after_its_time_limit(node: RunningNode, d
             ball.send("late", "x")
 
 
-def test_a_call_after_a_restart_of_the_broker_succeeds(tmp_path: Path, dial: Dial) -> None:
+def test_a_call_during_a_restart_of_the_broker_succeeds(tmp_path: Path, dial: Dial) -> None:
     with running_node(tmp_path / "data") as node, dial(node.http_endpoint) as ball:
         first = ball.send("again", "1", message_id="1", retry=True)
         node.stop()
@@ -397,27 +405,28 @@ def test_a_connection_is_used_again_after_a_refused_request(node: RunningNode) -
 
 
 def in_flight(node: RunningNode, topic: str) -> int:
+    """The number of leased messages of a topic at this node, over all groups."""
     return sum(queue.open_rows for queue in node.broker.consuming.leases.all() if queue.topic == topic)
 
 
 def test_a_loop_holds_at_most_as_many_messages_as_its_credit(node: RunningNode, dial: Dial) -> None:
     with dial(node.http_endpoint) as ball:
         ball.send_many([{"body": f"{number}"} for number in range(100)], topic="slow-handler")
-        held, bodies = [], []
+        in_flight_counts, bodies = [], []
         for message in ball.consume("slow-handler", "g", max_messages=10, until_idle="300ms"):
-            held.append(in_flight(node, "slow-handler"))
+            in_flight_counts.append(in_flight(node, "slow-handler"))
             bodies.append(message.body)
     assert sorted(bodies, key=int) == [b"%d" % number for number in range(100)]
-    assert max(held) == 10
+    assert max(in_flight_counts) == 10
     assert in_flight(node, "slow-handler") == 0
 
 
 def test_a_stream_without_messages_is_opened_again_after_growing_pauses() -> None:
-    nothing, something = (stream_answer(*chunks, is_over=True) for chunks in ((b"\n",), (received_line(1),)))
-    with answering(*4 * (nothing,), *2 * (something,)) as other:
+    empty, with_message = (stream_answer(*chunks, is_over=True) for chunks in ((b"\n",), (received_line(1),)))
+    with answering(*4 * (empty,), *2 * (with_message,)) as other:
         calls = HttpCalls(f"http://{other}", 30_000)
         stream = calls.open_stream(LeaseRequest("t", "g", 1, 0, 60_000), 10, None)
-        assert stream.read(1_000) == [], "opened at once, and after 0.1, 0.3 and 0.7 s"
+        assert stream.read(1_000) == [], "within 1 s the stream is opened at 0, 0.1, 0.3 and 0.7 s"
         for _ in range(2):
             assert [message.seq for message in stream.read(30_000)] == [1]
             assert stream._reopen_pause_s == 0, "a stream that has brought messages is opened again at once"
@@ -452,7 +461,10 @@ def test_a_loop_with_a_slow_handler_receives_more_messages_than_the_buffers_hold
         ball.send_many([{"body": b"\xff" * 65_536}] * messages, topic="large")
         loop = ball.consume("large", "g", max_messages=messages, lease="12h")
         next(loop)
-        eventually(lambda: in_flight(node, "large") == messages, "the first message is in work, all are here")
+        eventually(
+            lambda: in_flight(node, "large") == messages,
+            "all messages are leased while the first is processed",
+        )
         assert [message.attempts for message in islice(loop, messages - 1)] == [0] * (messages - 1)
         loop.close()
 
@@ -460,16 +472,17 @@ def test_a_loop_with_a_slow_handler_receives_more_messages_than_the_buffers_hold
 def test_a_loop_that_is_left_gives_back_the_messages_that_its_stream_has_sent(
     node: RunningNode, dial: Dial
 ) -> None:
-    with dial(node.http_endpoint) as ball, dial(node.http_endpoint) as other:
+    with dial(node.http_endpoint) as ball, dial(node.http_endpoint) as second:
         ball.send_many([{"body": f"{number}"} for number in range(600)], topic="left-stream")
         for _ in ball.consume("left-stream", "g", max_messages=500, lease="12h"):
             break
-        left: list[int] = []
-        while len(left) < 600:
-            left += [
-                message.attempts for message in other.pull("left-stream", "g", max_messages=1_000, wait="30s")
+        attempts: list[int] = []
+        while len(attempts) < 600:
+            attempts += [
+                message.attempts
+                for message in second.pull("left-stream", "g", max_messages=1_000, wait="30s")
             ]
-    assert sorted(left) == [0] * 599 + [1]
+    assert sorted(attempts) == [0] * 599 + [1]
 
 
 def test_a_loop_continues_after_a_restart_of_the_broker(tmp_path: Path, dial: Dial) -> None:
@@ -496,13 +509,13 @@ def test_a_loop_over_an_unknown_topic_is_refused_if_messages_create_no_topics(
 
 def test_loops_that_are_left_under_load_leave_no_message_leased(node: RunningNode, dial: Dial) -> None:
     """A message that the broker is sending is either read by the client or given back by the broker."""
-    stopping, sent = threading.Event(), list[int]()
+    stopping, sent_counts = threading.Event(), list[int]()
 
     def send() -> None:
         with dial(node.http_endpoint) as producer:
-            while not stopping.is_set() and len(sent) < 200:
+            while not stopping.is_set() and len(sent_counts) < 200:
                 producer.send_many([{"body": "x"}] * 3, topic="left-under-load")
-                sent.append(3)
+                sent_counts.append(3)
 
     with dial(node.http_endpoint) as ball:
         ball.create_topic("left-under-load", 4)
@@ -513,5 +526,5 @@ def test_loops_that_are_left_under_load_leave_no_message_leased(node: RunningNod
                 break
         stopping.set()
         thread.join(BOUND_S)
-        left = sum(1 for _ in ball.consume("left-under-load", "g", until_idle="500ms"))
-    assert left == sum(sent) and in_flight(node, "left-under-load") == 0
+        consumed = sum(1 for _ in ball.consume("left-under-load", "g", until_idle="500ms"))
+    assert consumed == sum(sent_counts) and in_flight(node, "left-under-load") == 0

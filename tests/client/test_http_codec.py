@@ -51,7 +51,7 @@ def test_the_targets_of_a_receive_and_of_a_stream_have_their_parameters() -> Non
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind"),
+    ("status", "body", "error_class"),
     [
         (409, b'{"code":"conflict","detail":"x"}', Conflict),
         (503, b'{"code":"unavailable","detail":"x"}', NotNow),
@@ -62,32 +62,32 @@ def test_the_targets_of_a_receive_and_of_a_stream_have_their_parameters() -> Non
     ],
 )
 def test_an_error_answer_becomes_the_class_of_its_code_or_of_its_status(
-    status: int, body: bytes, kind: type[Exception]
+    status: int, body: bytes, error_class: type[Exception]
 ) -> None:
-    assert type(error_of(Reply(status, "", body), "http://there")) is kind
+    assert type(error_of(Reply(status, "", body), "http://there")) is error_class
 
 
 def test_one_message_is_sent_as_an_object_and_several_as_lines() -> None:
-    one = build_message("t", "x", "tag", ["a", "b"], {"p": "q"}, "id", "5s", None)
-    request = send_request([one], None, [("traceparent", "00-1")])
+    message = build_message("t", "x", "tag", ["a", "b"], {"p": "q"}, "id", "5s", None)
+    request = send_request([message], None, [("traceparent", "00-1")])
     assert (request.method, request.target) == ("POST", "/v1/topics/t/messages")
     assert dict(request.headers) == {"content-type": "application/json", "traceparent": "00-1"}
     assert msgspec.json.decode(request.body) == {
         "id": "id", "body": "x", "keys": ["a", "b"], "tag": "tag", "properties": {"p": "q"}, "after": "5000ms",
     }  # fmt: skip
     key = wire.SendKey(idempotency_key="t/\u00e9 1", attempt="a")
-    several = send_request([one, one], key, ())
-    assert several.body.count(b"\n") == 1
-    assert dict(several.headers)["idempotency-key"] == "t/%C3%A9 1"
+    request = send_request([message, message], key, ())
+    assert request.body.count(b"\n") == 1
+    assert dict(request.headers)["idempotency-key"] == "t/%C3%A9 1"
 
 
 @pytest.mark.parametrize(
     "fields", [{"tag": "\ud800"}, {"message_id": "\ud800"}, {"properties": {"a": "\ud800"}}]
 )
 def test_half_of_a_surrogate_pair_in_a_text_is_refused(fields: dict[str, Any]) -> None:
-    given = {"tag": None, "keys": None, "properties": None, "message_id": "id", **fields}
+    arguments = {"tag": None, "keys": None, "properties": None, "message_id": "id", **fields}
     with pytest.raises(InvalidMessage, match="are text"):
-        send_request([build_message("t", b"x", after=None, at=None, **given)], None, ())
+        send_request([build_message("t", b"x", after=None, at=None, **arguments)], None, ())
 
 
 def test_the_answer_to_a_repeated_send_has_the_current_states() -> None:
@@ -96,7 +96,7 @@ def test_the_answer_to_a_repeated_send_has_the_current_states() -> None:
     assert sent.ack == answers.SendAck(5, 1, 7, "exists", [answers.SentState("waiting", 9)])
 
 
-def test_the_answer_to_several_messages_counts_the_past_due_ones() -> None:
+def test_the_answer_to_several_messages_counts_those_with_a_due_time_in_the_past() -> None:
     data = (
         b'{"messages":[{"id":"a","seq":5,"durable":true,"past_ms":3},'
         b'{"id":"b","seq":6,"durable":true,"past_ms":8}],"store_ms":7}'

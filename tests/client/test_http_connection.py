@@ -24,7 +24,7 @@ ASK = Request("GET", "/v1/topics")
 
 
 class Driven:
-    """A connection whose methods and properties run in `drive`: here, or in an event loop."""
+    """A connection whose coroutines `drive` runs to their result: in this thread, or in an event loop."""
 
     def __init__(self, drive: Callable[[Coroutine[Any, Any, Any]], Any], connection: Connection) -> None:
         self._drive, self.connection = drive, connection
@@ -43,14 +43,14 @@ class Driven:
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def connected(request: pytest.FixtureRequest) -> Callable[[], tuple[Driven, socket.socket]]:
-    """Make a connection. Returns its two ends."""
+    """A function that makes a connection, blocking or of an event loop, and returns it and the peer's socket."""
     is_blocking = request.param == "blocking"
     drive, network = (run, BLOCKING) if is_blocking else (awaited, LoopNetwork(1))
 
     def connect() -> tuple[Driven, socket.socket]:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            there = Node("http://there", "127.0.0.1", listening.getsockname()[1])
-            connection = drive(Connection.connect(there, network, None, "", BOUND_S, SystemClock()))
+            node = Node("http://there", "127.0.0.1", listening.getsockname()[1])
+            connection = drive(Connection.connect(node, network, None, "", BOUND_S, SystemClock()))
             peer, _ = listening.accept()
         peer.settimeout(BOUND_S)
         return Driven(drive, connection), peer
@@ -74,21 +74,23 @@ def test_an_endpoint_is_split_into_host_and_port(endpoint: str, host: str, port:
     assert node_of(endpoint) == Node(endpoint, host, port)
 
 
-@pytest.mark.parametrize("wrong", ["http://", "http://a:b", "http://a:0", "http://a:70000", "http://a/b:1"])
-def test_a_malformed_endpoint_is_refused(wrong: str) -> None:
+@pytest.mark.parametrize(
+    "endpoint", ["http://", "http://a:b", "http://a:0", "http://a:70000", "http://a/b:1"]
+)
+def test_a_malformed_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(RequestError, match="http://host:port"):
-        node_of(wrong)
+        node_of(endpoint)
 
 
 def test_an_answer_in_pieces_is_read_whole_and_its_connection_is_reusable(connected: Connected) -> None:
     connection, peer = connected()
 
-    def serve() -> None:
+    def answer_in_pieces() -> None:
         assert peer.recv(65_536).startswith(b"GET /v1/topics HTTP/1.1\r\nhost: 127.0.0.1:")
         for piece in (b"HTTP/1.1 200 OK\r\ncontent-", b"length: 5\r\ncontent-type: a/b\r\n\r\nhe", b"llo"):
             peer.sendall(piece)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=answer_in_pieces)
     thread.start()
     reply = connection.ask(ASK, BOUND_S)
     thread.join(BOUND_S)
@@ -110,9 +112,9 @@ def test_the_host_header_has_an_ipv6_address_in_brackets(connected: Connected) -
 
 
 def test_a_connection_that_breaks_within_an_answer_raises_lost(connected: Connected) -> None:
-    for sent in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe"):
+    for answer_part in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe"):
         connection, peer = connected()
-        peer.sendall(sent)
+        peer.sendall(answer_part)
         peer.shutdown(socket.SHUT_WR)
         with pytest.raises(Lost, match="http://there did not answer"):
             connection.ask(ASK, BOUND_S)
@@ -130,14 +132,14 @@ def test_a_connection_is_not_reusable_after_an_answer_that_closes_it(connected: 
     peer.close()
 
 
-def test_an_endless_answer_is_read_as_it_comes_and_raises_lost_after_an_interruption(
+def test_an_endless_answer_is_read_as_it_arrives_and_raises_lost_after_an_interruption(
     connected: Connected,
 ) -> None:
     connection, peer = connected()
     peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\na\nb\r\n")
     assert connection.open(ASK, BOUND_S).status == 200
     assert connection.read(BOUND_S) == b"a\nb"
-    assert connection.read(0) == b""
+    assert connection.read(0) == b"", "no bytes have arrived"
     peer.sendall(b"1\r\n\n\r\n")
     assert connection.read(BOUND_S) == b"\n"
     connection.interrupt()
@@ -152,13 +154,13 @@ def test_finish_returns_the_last_bytes_of_an_endless_answer(connected: Connected
     peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
     connection.open(ASK, BOUND_S)
 
-    def serve() -> None:
+    def end_answer() -> None:
         while peer.recv(65_536):
-            pass  # until the client sends no more
+            pass  # the client ends its direction
         peer.sendall(b"2\r\nab\r\n")
         peer.close()
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=end_answer)
     thread.start()
     assert connection.finish(BOUND_S) == b"ab"
     thread.join(BOUND_S)

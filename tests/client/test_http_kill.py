@@ -21,6 +21,7 @@ KILLS, THREADS = 3, 4
 
 
 def serve(data: Path, port: int) -> Running:
+    """Start a broker whose HTTP port is `port`, and wait until it is ready."""
     server = Running("serve", "--json", "--port", "0", "--data", str(data), TIMEBALL_HTTP_PORT=str(port))
     server.wait_line(event="ready")
     return server
@@ -28,9 +29,9 @@ def serve(data: Path, port: int) -> Running:
 
 def test_sends_repeated_by_their_ids_through_kills_are_stored_once(tmp_path: Path, dial: Dial) -> None:
     (port,) = free_ports(1)
-    server, stopping, failed = serve(tmp_path / "data", port), threading.Event(), list[BaseException]()
+    server, stopping, errors = serve(tmp_path / "data", port), threading.Event(), list[BaseException]()
     sent: list[str] = []
-    progress = threading.Semaphore(0)
+    progress = threading.Semaphore(0)  # one release for each message that was accepted, or for an error
 
     def send(number: int) -> None:
         """Send numbered messages. Repeat each by its id until the broker has returned a receipt."""
@@ -42,12 +43,12 @@ def test_sends_repeated_by_their_ids_through_kills_are_stored_once(tmp_path: Pat
                     try:
                         ball.send("killed", message_id, message_id=message_id, retry=True)
                     except Unavailable:
-                        continue  # the broker has been away for longer than the attempts: send the same again
+                        continue  # all attempts of this call failed: send the same message again
                     sent.append(message_id)
                     count += 1
                     progress.release()
-        except BaseException as error:  # told below
-            failed.append(error)
+        except BaseException as error:  # the test fails on it below
+            errors.append(error)
             progress.release()
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(THREADS)]
@@ -56,17 +57,19 @@ def test_sends_repeated_by_their_ids_through_kills_are_stored_once(tmp_path: Pat
     try:
         for _ in range(KILLS):
             for _ in range(50):
-                assert progress.acquire(timeout=BOUND_S) and not failed
+                assert progress.acquire(timeout=BOUND_S) and not errors
             server.end(signal.SIGKILL)
             server = serve(tmp_path / "data", port)
         for _ in range(50):
-            assert progress.acquire(timeout=BOUND_S) and not failed
+            assert progress.acquire(timeout=BOUND_S) and not errors
         stopping.set()
         for thread in threads:
             thread.join(BOUND_S)
         with dial(f"http://127.0.0.1:{port}") as ball:
-            there = Counter(message.body.decode() for message in ball.consume("killed", "g", until_idle="1s"))
-        assert there == Counter(sent)
+            stored = Counter(
+                message.body.decode() for message in ball.consume("killed", "g", until_idle="1s")
+            )
+        assert stored == Counter(sent)
     finally:
         stopping.set()
         server.end()

@@ -72,11 +72,11 @@ def test_all_fields_of_a_dict_arrive_in_the_message(ball: Timeball) -> None:
 
 
 def test_a_refused_row_ends_the_call_or_is_collected(ball: Timeball) -> None:
-    rows = [{"topic": f"bad-{n % 2}" if n != 2 else "a/b", "body": "x"} for n in range(4)]
+    rows = [{"topic": f"bad-{row % 2}" if row != 2 else "a/b", "body": "x"} for row in range(4)]
     with pytest.raises(InvalidMessage, match="accepted: rows 0 to 1; no other row was accepted"):
         ball.send_many(rows)
     summary = ball.send_many(rows, on_refused="collect")
-    assert [each.first_row for each in summary.refused] == [2] and summary.rows == 4
+    assert [batch.first_row for batch in summary.refused] == [2] and summary.rows == 4
     with pytest.raises(InvalidMessage, match="unknown column 'queue_id'"):
         ball.send_many([{"body": "x", "queue_id": 1}], topic="bad-0")
     with pytest.raises(InvalidDelay, match="row 1 is None"):
@@ -103,24 +103,24 @@ def test_the_largest_body_of_control_characters_fits_into_a_request(ball: Timeba
 def test_a_receipt_has_the_due_time_that_the_broker_has_stored(ball: Timeball) -> None:
     receipt = ball.send("due-http", "x", after="1h", keys="k")
     assert ball.get(receipt.id).due_ms == receipt.due_ms
-    again = ball.send("due-http", "x", at=receipt.store_ms - 5_000)
-    assert again.past_ms >= 5_000 and again.state == "visible"
+    overdue = ball.send("due-http", "x", at=receipt.store_ms - 5_000)
+    assert overdue.past_ms >= 5_000 and overdue.state == "visible"
     assert msgspec.structs.asdict(ball.send("due-http", "x", after="1ms"))["past_ms"] == 0
 
 
 def test_sends_of_several_threads_get_their_own_receipts(columns: Timeball) -> None:
     with ThreadPoolExecutor(8) as pool:
-        receipts = list(pool.map(lambda i: columns.send("threads", str(i)), range(400)))
+        receipts = list(pool.map(lambda number: columns.send("threads", str(number)), range(400)))
     seqs = {receipt.seq for receipt in receipts}
     assert len(seqs) == 400 and len({receipt.id for receipt in receipts}) == 400
     rows = columns.read_log(min(seqs), max(seqs) + 1).read_all()
-    kept = {row["seq"]: (row["unique_key"], row["body"]) for row in rows.to_pylist()}
+    stored = {row["seq"]: (row["unique_key"], row["body"]) for row in rows.to_pylist()}
     for number, receipt in enumerate(receipts):
-        assert kept[receipt.seq] == (receipt.id, str(number).encode())
+        assert stored[receipt.seq] == (receipt.id, str(number).encode())
 
 
 def test_ten_thousand_rows_are_accepted_whole_or_not_at_all(columns: Timeball) -> None:
-    rows: list[dict[str, object]] = [{"body": str(at)} for at in range(10_000)]
+    rows: list[dict[str, object]] = [{"body": str(row)} for row in range(10_000)]
     before = columns.send("whole-http", "before").seq
     too_far = {"body": "x", "at": 9_000_000_000_000}
     with pytest.raises(InvalidDelay, match="no row of this call was accepted") as caught:
@@ -136,44 +136,49 @@ def test_a_wrong_row_in_a_later_request_raises_an_error_that_names_the_accepted_
     rows[11_000] = {"body": 5}
     with pytest.raises(InvalidMessage, match=r"accepted: rows 0 to 10239; no other row was") as caught:
         ball.send_many(rows, topic="large-http")
-    assert sum(each.rows for each in caught.value.summary.accepted) == 10 * BATCH_ROWS
+    assert sum(span.rows for span in caught.value.summary.accepted) == 10 * BATCH_ROWS
 
 
 def test_a_send_repeated_by_its_id_is_accepted_once_also_after_a_restart(data: Path) -> None:
     with running_node(data) as node, node.client() as ball:
-        sent = [ball.send("again", "1", message_id="order-1", after="1h", retry=True) for _ in range(2)]
+        receipts = [ball.send("again", "1", message_id="order-1", after="1h", retry=True) for _ in range(2)]
         node.stop()
         node.start()
-        sent.append(ball.send("again", "1", message_id="order-1", after="1h", retry=True))
-        assert [one.outcome for one in sent] == ["created", "exists", "exists"]
-        assert [replace(one, outcome="created") for one in sent[1:]] == [sent[0], sent[0]]
+        receipts.append(ball.send("again", "1", message_id="order-1", after="1h", retry=True))
+        assert [receipt.outcome for receipt in receipts] == ["created", "exists", "exists"]
+        assert [replace(receipt, outcome="created") for receipt in receipts[1:]] == [receipts[0], receipts[0]]
         with pytest.raises(Conflict, match="a send of other messages"):
             ball.send("again", "2", message_id="order-1", after="1h", retry=True)
         other = ball.send("others", "1", message_id="order-1", after="1h", retry=True)
-        assert other.seq > sent[0].seq, "another topic's ids are its own"
+        assert other.seq > receipts[0].seq, "a message of another topic may have the same id"
 
 
 def test_a_repeated_send_gets_the_current_state_and_sends_again_if_settled(
     node: RunningNode, ball: Timeball
 ) -> None:
-    async def by_async(**wanted: Any) -> Receipt:
+    async def send_async(**options: Any) -> Receipt:
+        """Send the same message by an asynchronous client."""
         async with AsyncTimeball(node.http_endpoint) as other:
-            return await other.send("anew", "1", message_id="order-1", after="1h", retry=True, **wanted)
+            return await other.send("anew", "1", message_id="order-1", after="1h", retry=True, **options)
 
     first = ball.send("anew", "1", message_id="order-1", after="1h", retry=True)
     moved = ball.reschedule("order-1", after="3h")
-    again = asyncio.run(by_async())
-    assert (again.outcome, again.state, again.due_ms) == ("exists", "waiting", moved.due_ms)
-    assert asyncio.run(by_async(if_settled="send")) == again
+    existing_receipt = asyncio.run(send_async())
+    assert (existing_receipt.outcome, existing_receipt.state, existing_receipt.due_ms) == (
+        "exists",
+        "waiting",
+        moved.due_ms,
+    )
+    assert asyncio.run(send_async(if_settled="send")) == existing_receipt
     ball.cancel("order-1")
-    assert asyncio.run(by_async()).state == "cancelled"
-    anew = asyncio.run(by_async(if_settled="send"))
+    assert asyncio.run(send_async()).state == "cancelled"
+    anew = asyncio.run(send_async(if_settled="send"))
     assert (anew.outcome, anew.state) == ("created", "waiting") and anew.seq > first.seq
     assert ball.get("order-1").seq == anew.seq
-    rows = [{"topic": "anew", "body": str(n), "message_id": f"n{n}", "after": "1h"} for n in range(2)]
+    rows = [{"topic": "anew", "body": str(row), "message_id": f"n{row}", "after": "1h"} for row in range(2)]
     ball.send_many(rows, retry=True)
     (existing,) = ball.send_many(rows, retry=True).existing
-    assert (existing.first_row, [each.state for each in existing.states]) == (0, ["waiting"] * 2)
+    assert (existing.first_row, [message.state for message in existing.states]) == (0, ["waiting"] * 2)
     ball.cancel(ids=["n0", "n1"])
     assert ball.send_many(rows, retry=True, if_settled="send").existing == []
     for wrong in ({"if_settled": "send"}, {"if_settled": "never", "retry": True}):
@@ -183,7 +188,7 @@ def test_a_repeated_send_gets_the_current_state_and_sends_again_if_settled(
 
 def test_a_key_with_a_blank_is_refused_and_a_list_has_several_keys(columns: Timeball) -> None:
     """If a key were split at its blank, a cancel of the key "4" would end messages of "customer 4"."""
-    kept = columns.send("customers", "x", keys="4", after="1h")
+    with_key_4 = columns.send("customers", "x", keys="4", after="1h")
     table = pa.table({"body": [b"x"], "keys": ["customer 4"]})
     for send in (
         lambda: columns.send("customers", "x", keys="customer 4", after="1h"),
@@ -200,8 +205,8 @@ def test_a_key_with_a_blank_is_refused_and_a_list_has_several_keys(columns: Time
     columns.send_many(lists, topic="customers")
     columns.send_many([{"body": "z", "keys": ["seven", "eight"], "after": "1h"}], topic="customers")
     for key in ("five", "six", "eight"):
-        assert [each.verdict for each in columns.cancel(key=key)] == ["cancelled"]
-    assert columns.get(kept.id).state == "waiting"
+        assert [verdict.verdict for verdict in columns.cancel(key=key)] == ["cancelled"]
+    assert columns.get(with_key_4.id).state == "waiting"
     for wrong in ({"tag": "a\x02b"}, {"message_id": "a\x01"}):
         with pytest.raises(InvalidMessage, match="without control characters"):
             columns.send("customers", "x", **wrong)
@@ -222,7 +227,9 @@ def test_an_operation_that_a_stopping_node_refused_goes_to_the_next_node(tmp_pat
         addresses = f"{first.http_endpoint},{second.http_endpoint.removeprefix('http://')}"
         with dial(addresses) as ball:
             sent = ball.send("there", "x", after="1h")
-            first.broker.log.writer._closing = True  # as at the beginning of a hand-over
+            first.broker.log.writer._closing = (
+                True  # as at the beginning of a hand-over: the log refuses new rows
+            )
             try:
                 (verdict,) = ball.cancel(ids=[sent.id])
             finally:
@@ -230,7 +237,7 @@ def test_an_operation_that_a_stopping_node_refused_goes_to_the_next_node(tmp_pat
     assert verdict.verdict == "not_found", "the other node has a log of its own, without this message"
 
 
-def test_a_second_send_with_a_unique_key_is_rejected_kept_or_replaces(ball: Timeball) -> None:
+def test_a_second_send_with_a_unique_key_is_rejected_keeps_or_replaces_the_first(ball: Timeball) -> None:
     first = ball.send("unique-http", "1", after="1h", unique_key="order-17")
     with pytest.raises(AlreadyPending, match="order-17") as refusal:
         ball.send("unique-http", "2", after="1h", unique_key="order-17", on_pending="reject", retry=True)
@@ -238,17 +245,23 @@ def test_a_second_send_with_a_unique_key_is_rejected_kept_or_replaces(ball: Time
     assert (error.id, error.seq, error.due_ms) == (first.id, first.seq, first.due_ms)
     kept = ball.send("unique-http", "3", after="2h", unique_key="order-17", on_pending="keep")
     assert (kept.outcome, kept.id, kept.seq, kept.due_ms) == ("kept", first.id, first.seq, first.due_ms)
-    new = ball.send("unique-http", "4", after="2h", unique_key="order-17", on_pending="replace", retry=True)
-    assert new.outcome == "replaced" and new.replaced is not None and new.replaced.id == first.id
-    assert [ball.get(receipt.id).state for receipt in (first, new)] == ["cancelled", "waiting"]
+    replacing = ball.send(
+        "unique-http", "4", after="2h", unique_key="order-17", on_pending="replace", retry=True
+    )
+    assert (
+        replacing.outcome == "replaced"
+        and replacing.replaced is not None
+        and replacing.replaced.id == first.id
+    )
+    assert [ball.get(receipt.id).state for receipt in (first, replacing)] == ["cancelled", "waiting"]
     ball.create_topic("unique-http", on_pending="keep")
-    assert ball.send("unique-http", "5", unique_key="order-17").id == new.id
+    assert ball.send("unique-http", "5", unique_key="order-17").id == replacing.id
 
 
 def test_a_send_with_a_window_is_due_within_it_and_has_its_expiry(ball: Timeball) -> None:
     receipt = ball.send("options-http", "1", after="1h", window="10m", expires_in="5m", on_expiry="move")
     assert receipt.due_ms is not None
-    assert receipt.store_ms + 3_600_000 <= receipt.due_ms <= receipt.store_ms + 4_200_000
+    assert receipt.store_ms + 3_600_000 <= receipt.due_ms <= receipt.store_ms + 4_200_000  # 1 h to 1 h 10 min
     content = ball.get(receipt.id).content
     assert content is not None and content.properties["TIMEBALL_EXPIRES_AFTER_MS"] == "300000"
     level = ball.send(

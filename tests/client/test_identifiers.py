@@ -1,4 +1,4 @@
-"""Message ids: id_ sequence for single ids and columns, and another id_ in each process."""
+"""Message ids: one sequence for single ids and columns, and another identity in each process."""
 
 import re
 import subprocess
@@ -38,10 +38,11 @@ def test_each_source_has_its_own_identity() -> None:
 def test_ids_that_do_not_fit_into_the_counter_get_a_new_identity() -> None:
     source = Identifiers()
     source._next = COUNTER_END - 2
-    last = source.next_id()
-    following = next_ids(source, 3).to_pylist()
-    assert last.endswith("fffffffe") and following[0].endswith("00000000")
-    assert {id_[:24] for id_ in following} != {last[:24]}
+    last_id = source.next_id()
+    next_three = next_ids(source, 3).to_pylist()
+    # The first 24 hex digits are the identity, the last 8 the counter.
+    assert last_id.endswith("fffffffe") and next_three[0].endswith("00000000")
+    assert {id_[:24] for id_ in next_three} != {last_id[:24]}
 
 
 def test_threads_that_share_a_source_get_distinct_ids() -> None:
@@ -57,7 +58,7 @@ def test_more_ids_than_an_array_can_hold_are_refused() -> None:
 
 
 def test_a_forked_child_has_another_identity_than_its_parent() -> None:
-    # In a fresh interpreter: a fork of this id_, with gRPC's threads in it, would be unsafe.
+    # In a new interpreter, because a fork of this process, with the threads of gRPC, would be unsafe.
     program = """
 import os
 from timeball.client.identifiers import IDENTIFIERS

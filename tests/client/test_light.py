@@ -23,21 +23,21 @@ from tests.node_fixture import RunningNode
 from timeball.cli.main import COMMANDS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAME = re.compile(r"[A-Za-z0-9._-]+")
-OWN = re.compile(r"timeball\[([a-z,]+)\]")
+PACKAGE_NAME = re.compile(r"[A-Za-z0-9._-]+")
+OWN_EXTRAS = re.compile(r"timeball\[([a-z,]+)\]")
 
-# In place of Python's: whatever is installed and not allowed is not there.
-PLAIN = """
+# The begin of each program: the imports of the modules in the first argument fail as if they were not installed.
+REFUSE_IMPORTS = """
 import importlib.abc, json, sys
 
 refused = set(json.loads(sys.argv.pop(1)))
 
-class Plain(importlib.abc.MetaPathFinder):
+class Refusal(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in refused:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-sys.meta_path.insert(0, Plain())
+sys.meta_path.insert(0, Refusal())
 """
 CLIENT = """
 import asyncio
@@ -84,13 +84,13 @@ for words in json.loads(sys.argv[2]):
 PIPELINE = """
 import importlib, pkgutil, timeball.spark
 
-for found in pkgutil.walk_packages(timeball.spark.__path__, "timeball.spark."):
-    if not found.name.endswith(("duckdb_session", "duckdb_relations")):
-        importlib.import_module(found.name)
+for module in pkgutil.walk_packages(timeball.spark.__path__, "timeball.spark."):
+    if not module.name.endswith(("duckdb_session", "duckdb_relations")):
+        importlib.import_module(module.name)
 print("imported")
 """
 
-# Arguments with which a command comes as far as what it needs; ID: a message that waits, DATA: a data folder.
+# The commands that call a broker over HTTP and need only the extra `cli`. ID stands for the id of a waiting message.
 TALK = {
     "send": ["send", "light", "a"],
     "schedule": ["schedule", "light", "b", "--after", "1h"],
@@ -106,6 +106,8 @@ TALK = {
     "zones": ["zones"],
     "selections": ["selections", "list"],
 }
+# The other commands, each with the extra that it needs. DATA stands for a folder. The arguments are valid, so that the
+# command fails only at the missing packages.
 NEED = {
     "up": (["up", "--port", "0"], "broker"),
     "serve": (["serve", "--port", "0"], "broker"),
@@ -150,36 +152,37 @@ NEED = {
     ),
     "audit": (["audit"], "spark"),
 }
-OF_A_CHECKOUT = {"bench"}
+CHECKOUT_COMMANDS = {"bench"}
 
 
 def arguments(words: Iterable[str], folder: Path) -> list[str]:
-    """Put files that are there in the place of DATA."""
+    """Create the files that the arguments name, and replace DATA by their folder."""
     (folder / "own").mkdir(exist_ok=True)
     (folder / "rows.csv").write_text("body,due_ms\n")
     return [word.replace("DATA", str(folder)) for word in words]
 
 
-def distributions(wanted: Iterable[str]) -> set[str]:
-    """Return these distributions and all that they need themselves."""
-    found: set[str] = set()
-    missing = {_canonical(NAME.match(each)[0]) for each in wanted}  # type: ignore[index]
-    while missing:
-        found |= missing
-        further = {
-            _canonical(NAME.match(line)[0])  # type: ignore[index]
-            for name in missing
+def distributions(requirements: Iterable[str]) -> set[str]:
+    """Return the names of the distributions of these requirements, and of all that they require in turn."""
+    names: set[str] = set()
+    unvisited = {_canonical(PACKAGE_NAME.match(line)[0]) for line in requirements}  # type: ignore[index]
+    while unvisited:
+        names |= unvisited
+        required = {
+            _canonical(PACKAGE_NAME.match(line)[0])  # type: ignore[index]
+            for name in unvisited
             for line in _requires(name)
             if "extra ==" not in line
         }
-        missing = further - found
-    return found
+        unvisited = required - names
+    return names
 
 
 def _requires(name: str) -> list[str]:
+    """The requirements of a distribution, also those of its extras."""
     try:
         return requires(name) or []
-    except ModuleNotFoundError:  # for another Python or system
+    except ModuleNotFoundError:  # a requirement for another Python or system is not installed here
         return []
 
 
@@ -187,36 +190,36 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def extras_of(name: str) -> list[str]:
+def requirements_of(name: str) -> list[str]:
     """Return the requirements of an extra, and of the extras that it names."""
-    found: list[str] = []
+    requirements: list[str] = []
     for line in PROJECT["optional-dependencies"][name]:
-        if named := OWN.fullmatch(line):
-            for extra in named[1].split(","):
-                found += extras_of(extra)
+        if own_extras := OWN_EXTRAS.fullmatch(line):
+            for extra in own_extras[1].split(","):
+                requirements += requirements_of(extra)
         else:
-            found.append(line)
-    return found
+            requirements.append(line)
+    return requirements
 
 
-def modules_beside(extras: Iterable[str]) -> list[str]:
+def modules_without(extras: Iterable[str]) -> list[str]:
     """Return the top-level modules here that an installation with these extras does not have."""
-    wanted = sum((extras_of(extra) for extra in extras), list(PROJECT["dependencies"]))
-    there = distributions(wanted) | {"timeball"}
+    requirements = sum((requirements_of(extra) for extra in extras), list(PROJECT["dependencies"]))
+    installed = distributions(requirements) | {"timeball"}
     return [
         module
         for module, names in packages_distributions().items()
-        if not there & {_canonical(name) for name in names} and module not in sys.stdlib_module_names
+        if not installed & {_canonical(name) for name in names} and module not in sys.stdlib_module_names
     ]
 
 
 def run(
-    program: str, *given: str, extras: Iterable[str] = (), **more: str
+    program: str, *arguments: str, extras: Iterable[str] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as in an installation with these extras and no others."""
+    """Run a program as in an installation with only these extras, with more variables in its environment."""
     return subprocess.run(
-        [sys.executable, "-c", PLAIN + program, json.dumps(modules_beside(extras)), *given],
-        env=environment(**more),
+        [sys.executable, "-c", REFUSE_IMPORTS + program, json.dumps(modules_without(extras)), *arguments],
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,
@@ -224,60 +227,61 @@ def run(
 
 
 def test_both_clients_work_with_the_plain_package_alone(node: RunningNode) -> None:
-    ran = run(CLIENT, node.http_endpoint)
-    assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
+    result = run(CLIENT, node.http_endpoint)
+    assert result.stdout.splitlines() == ["True visible", "cancelled"], result.stderr
 
 
 def test_columns_work_with_the_extra_arrow_and_name_pyarrow_without_it(node: RunningNode) -> None:
-    ran = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"])
-    assert ran.stdout.splitlines() == ["2 [b'x', b'y']"], ran.stderr
-    ran = run(COLUMNS, node.http_endpoint, node.endpoint)
-    assert ran.stderr.endswith("ModuleNotFoundError: No module named 'pyarrow'\n"), ran.stderr
+    result = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"])
+    assert result.stdout.splitlines() == ["2 [b'x', b'y']"], result.stderr
+    result = run(COLUMNS, node.http_endpoint, node.endpoint)
+    assert result.stderr.endswith("ModuleNotFoundError: No module named 'pyarrow'\n"), result.stderr
 
 
 def test_a_command_without_the_extra_cli_names_it() -> None:
-    ran = run(COMMAND, "topics")
-    assert ran.returncode == 4 and re.fullmatch(
-        r"timeball: \w+ is not installed: .* pip install '\.\[cli\]', .*\n", ran.stderr
-    ), ran.stderr
+    result = run(COMMAND, "topics")
+    assert result.returncode == 4 and re.fullmatch(
+        r"timeball: \w+ is not installed: .* pip install '\.\[cli\]', .*\n", result.stderr
+    ), result.stderr
 
 
 def test_every_command_is_in_exactly_one_of_the_tables_of_this_file() -> None:
-    """A new command must be added to TALK, to NEED, or to OF_A_CHECKOUT if it works only in a checkout."""
-    assert sorted([*TALK, *NEED, *OF_A_CHECKOUT]) == sorted(COMMANDS)
+    """A command that works only in a checkout is in CHECKOUT_COMMANDS."""
+    assert sorted([*TALK, *NEED, *CHECKOUT_COMMANDS]) == sorted(COMMANDS)
 
 
 def test_commands_that_talk_to_a_broker_work_with_the_extra_cli_alone(node: RunningNode) -> None:
     endpoint = node.http_endpoint
-    asked = [[*words, "--endpoint", endpoint, "--json"] for words in TALK.values()]
-    ran = run(COMMANDS_IN_A_ROW, endpoint, json.dumps(asked), extras=["cli"])
-    ended = [line for line in ran.stderr.splitlines() if line.startswith("ended")]
-    assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
+    commands = [[*words, "--endpoint", endpoint, "--json"] for words in TALK.values()]
+    result = run(COMMANDS_IN_A_ROW, endpoint, json.dumps(commands), extras=["cli"])
+    endings = [line for line in result.stderr.splitlines() if line.startswith("ended")]
+    assert endings == [f"ended {name} 0" for name in TALK], result.stderr
 
 
 def test_a_command_that_needs_another_extra_names_it(node: RunningNode, tmp_path: Path) -> None:
-    asked = [arguments(words, tmp_path) for words, _ in NEED.values()]
-    ran = run(
+    commands = [arguments(words, tmp_path) for words, _ in NEED.values()]
+    result = run(
         COMMANDS_IN_A_ROW,
         node.http_endpoint,
-        json.dumps(asked),
+        json.dumps(commands),
         extras=["cli"],
         TIMEBALL_FLIGHT=node.endpoint,
     )
+    # A line for each command, and its exit code 4 from COMMANDS_IN_A_ROW.
     lines = "".join(
         rf"timeball: \w+(\.\w+)* is not installed: install the extra, in a checkout of Timeball pip install "
         rf"'\.\[{extra}\]', of a release pip install 'TIMEBALL\.whl\[{extra}\]' TIMEBALL_BROKER\.whl\n"
         f"ended {name} 4\n"
         for name, (_, extra) in NEED.items()
     )
-    assert re.fullmatch(lines, ran.stderr), ran.stderr
-    assert ran.stdout == ""
+    assert re.fullmatch(lines, result.stderr), result.stderr
+    assert result.stdout == ""
 
 
 def test_a_picture_without_the_extra_picture_names_it(node: RunningNode, tmp_path: Path) -> None:
-    picture = ["forecast", "--picture", str(tmp_path / "load.png"), "--endpoint", node.endpoint]
-    ran = run(COMMAND, *picture, extras=["broker"])
-    assert ran.returncode == 4 and "pip install '.[picture]'" in ran.stderr, ran.stderr
+    command = ["forecast", "--picture", str(tmp_path / "load.png"), "--endpoint", node.endpoint]
+    result = run(COMMAND, *command, extras=["broker"])
+    assert result.returncode == 4 and "pip install '.[picture]'" in result.stderr, result.stderr
 
 
 def test_the_help_of_commands_needs_only_the_extra_cli() -> None:
@@ -286,27 +290,29 @@ def test_the_help_of_commands_needs_only_the_extra_cli() -> None:
 
 
 def test_the_modules_of_the_pipeline_import_with_the_extra_spark_alone() -> None:
-    """All but the SQL of DuckDB, which no executor runs."""
-    ran = run(PIPELINE, extras=["spark"])
-    assert ran.stdout == "imported\n", ran.stderr
+    """All modules except those that run DuckDB, which no executor of Spark imports."""
+    result = run(PIPELINE, extras=["spark"])
+    assert result.stdout == "imported\n", result.stderr
 
 
 def test_the_import_contract_forbids_all_packages_of_the_larger_extras() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (plain,) = (each for each in contracts if "arrow and cli alone" in each["name"])
-    of = {
-        _canonical(name) for module in plain["forbidden_modules"] for name in packages_distributions()[module]
+    (contract,) = (contract for contract in contracts if "arrow and cli alone" in contract["name"])
+    forbidden = {
+        _canonical(name)
+        for module in contract["forbidden_modules"]
+        for name in packages_distributions()[module]
     }
-    allowed = set(extras_of("cli"))
-    lines = {line for extra in ("broker", "spark", "picture") for line in extras_of(extra)} - allowed
-    wanted = {NAME.match(line)[0] for line in lines}  # type: ignore[index]
-    assert {_canonical(name) for name in wanted} <= of
+    allowed = set(requirements_of("cli"))
+    lines = {line for extra in ("broker", "spark", "picture") for line in requirements_of(extra)} - allowed
+    larger = {PACKAGE_NAME.match(line)[0] for line in lines}  # type: ignore[index]
+    assert {_canonical(name) for name in larger} <= forbidden
 
 
 def test_a_package_has_the_same_requirement_in_all_extras() -> None:
     lines: dict[str, set[str]] = {}
     for extra in PROJECT["optional-dependencies"]:
-        for line in extras_of(extra):
-            lines.setdefault(NAME.match(line)[0], set()).add(line)  # type: ignore[index]
-    assert not {name: found for name, found in lines.items() if len(found) > 1}
+        for line in requirements_of(extra):
+            lines.setdefault(PACKAGE_NAME.match(line)[0], set()).add(line)  # type: ignore[index]
+    assert not {name: requirements for name, requirements in lines.items() if len(requirements) > 1}
     assert PROJECT["optional-dependencies"]["all"] == ["timeball[broker,spark,kafka,picture,otel]"]

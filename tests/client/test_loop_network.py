@@ -16,7 +16,7 @@ from timeball.client.network import Stream
 
 @asynccontextmanager
 async def connected(host: str = "127.0.0.1") -> AsyncIterator[tuple[Stream, socket.socket]]:
-    """The two ends of a connection."""
+    """The two ends of a connection: the client's stream, and the peer's socket."""
     network = LoopNetwork(1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         stream = await network.connect(host, listening.getsockname()[1], None, "", BOUND_S)
@@ -46,6 +46,7 @@ def test_more_bytes_than_the_buffers_hold_are_received_and_sent() -> None:
 
 
 def read_all(peer: socket.socket, size: int) -> bytes:
+    """Receive this many bytes."""
     received = b""
     while len(received) < size:
         received += peer.recv(65_536)
@@ -67,7 +68,7 @@ def test_after_an_interruption_the_last_bytes_are_received_and_sends_fail() -> N
     async def main() -> None:
         async with connected() as (stream, peer):
             stream.interrupt()
-            assert await asyncio.to_thread(peer.recv, 1) == b"", "no more is wanted"
+            assert await asyncio.to_thread(peer.recv, 1) == b"", "the client has ended its direction"
             peer.sendall(b"the last")
             peer.close()
             with pytest.raises(BrokenPipeError):
@@ -81,8 +82,9 @@ def test_after_an_interruption_the_last_bytes_are_received_and_sends_fail() -> N
 def test_a_receive_raises_the_reset_of_its_connection() -> None:
     async def main() -> None:
         async with connected() as (stream, peer):
+            # Linger is on, with 0 s: the close resets the connection.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            peer.close()  # with a reset
+            peer.close()
             with pytest.raises(ConnectionResetError):
                 await stream.receive(BOUND_S)
 
@@ -103,12 +105,13 @@ def test_no_more_calls_run_than_there_are_slots() -> None:
     network, running = LoopNetwork(2), list[int]()
 
     async def call() -> int:
+        """Take a slot for one turn of the loop. Returns the number of calls that run then."""
         async with network.slot():
             running.append(1)
             await asyncio.sleep(0)
-            now = len(running)
+            running_calls = len(running)
             running.pop()
-            return now
+            return running_calls
 
     async def main() -> None:
         calls = asyncio.gather(*(call() for _ in range(10)))
@@ -116,8 +119,8 @@ def test_no_more_calls_run_than_there_are_slots() -> None:
         await network.wait_for_calls()
         assert max(await calls) == 2
 
-    asyncio.run(main())
-    asyncio.run(main())
+    for _ in range(2):  # the second event loop finds the slots free
+        asyncio.run(main())
 
 
 def test_a_cancelled_wait_for_calls_releases_its_slots() -> None:

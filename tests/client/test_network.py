@@ -14,6 +14,8 @@ from timeball.client.network import BLOCKING, BlockingStream, driven, run
 
 
 class Doubling:
+    """An object with a coroutine method, and the method that `driven` makes of it."""
+
     def __init__(self, network: Any) -> None:
         self.network = network
 
@@ -39,20 +41,20 @@ def test_run_raises_the_error_of_a_coroutine_and_refuses_one_that_suspends() -> 
 
 
 def test_a_blocking_stream_is_readable_after_bytes_and_after_the_end() -> None:
-    here, there = socket.socketpair()
-    stream = BlockingStream(here)
+    client, peer = socket.socketpair()
+    stream = BlockingStream(client)
     assert not stream.is_readable and run(stream.wait(0)) is False
     with pytest.raises(TimeoutError):
         run(stream.receive(0.001))
-    there.sendall(b"x")
+    peer.sendall(b"x")
     assert run(stream.wait(1)) and run(stream.receive(1)) == b"x"
-    assert stream.end_sending() and there.recv(1) == b""
-    there.close()
+    assert stream.end_sending() and peer.recv(1) == b""
+    peer.close()
     assert stream.is_readable and run(stream.receive(1)) == b""
     stream.close()
 
 
-def test_a_stream_with_tls_cannot_end_sending_and_reads_decrypted_bytes() -> None:
+def test_a_stream_with_tls_cannot_end_sending_and_is_readable_with_decrypted_bytes() -> None:
     """Bytes that TLS has decrypted are not in the socket, so a poll would not see them."""
     with_tls = SimpleNamespace(pending=lambda: 3)
     stream = BlockingStream(with_tls)  # type: ignore[arg-type]

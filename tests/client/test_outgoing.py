@@ -17,7 +17,7 @@ DUE_MS = 1_800_000_000_000
 
 @pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
 def test_a_table_with_a_null_time_is_refused_with_the_number_of_its_row(name: str) -> None:
-    """A missing time would mean immediate delivery. A dict without the name does mean that."""
+    """A null could be read as immediate delivery, which is what a dict without the name means."""
     types = {"after": pa.duration("s"), "at": pa.timestamp("ms", "UTC")}
     column = pa.array([1_800_000_000_000, 1_800_000_000_000, None], pa.int64()).cast(
         types.get(name, pa.int64())
@@ -39,7 +39,10 @@ def test_a_table_with_a_null_time_is_refused_with_the_number_of_its_row(name: st
 def test_times_and_durations_of_any_unit_and_size_become_milliseconds_rounded_up(
     unit: str, values: list[int], ms: list[int]
 ) -> None:
-    """Before 1970, and after 2262 and 9999: the broker refuses them. Arrow's cast and ceil_temporal overflow."""
+    """Times before 1970 and after 9999 are converted too, for which Arrow's cast and ceil_temporal would overflow.
+
+    The broker refuses them later.
+    """
     numbers = pa.array(values, pa.int64())
     assert due_column(numbers.cast(pa.timestamp(unit, "UTC"))).to_pylist() == ms
     assert delay_column(numbers.cast(pa.duration(unit))).to_pylist() == ms
@@ -65,7 +68,7 @@ def test_a_timestamp_becomes_a_due_time_at_most_a_millisecond_later(
 
 
 def test_an_array_with_a_datetime_without_a_zone_is_refused() -> None:
-    """pyarrow takes both in one array, and reads those without a time zone as UTC."""
+    """pyarrow accepts datetimes with and without a zone in one array, and would take the latter as UTC."""
     local = datetime(2040, 1, 1, 9)  # noqa: DTZ001
     zoned = local.replace(tzinfo=timezone(timedelta(hours=-5)))
     with pytest.raises(InvalidDelay, match="whose noon"):
@@ -128,24 +131,24 @@ def test_rows_are_divided_into_batches_and_none_is_lost(count: int, batch_rows: 
         table.to_reader(),
     ]
     for rows in sources:
-        parts = list(batches(rows, "t", batch_rows, NOW_MS))
-        assert all(0 < batch.num_rows <= batch_rows for batch in parts)
-        assert [value for batch in parts for value in batch.column("body").to_pylist()] == body
+        results = list(batches(rows, "t", batch_rows, NOW_MS))
+        assert all(0 < batch.num_rows <= batch_rows for batch in results)
+        assert [value for batch in results for value in batch.column("body").to_pylist()] == body
 
 
 def test_views_and_dictionaries_are_converted_to_plain_columns() -> None:
-    given = pa.RecordBatch.from_pydict(
+    batch = pa.RecordBatch.from_pydict(
         {
             "body": pa.array([b"x", b"y"], pa.binary_view()),
             "tag": pa.array(["a", None], pa.string_view()),
             "keys": pa.array(["k", "k"]).dictionary_encode(),
         }
     )
-    sent = complete(given, "t", 1)
-    assert [str(sent.schema.field(name).type) for name in given.schema.names] == [
+    sent = complete(batch, "t", 1)
+    assert [str(sent.schema.field(name).type) for name in batch.schema.names] == [
         "large_binary", "large_string", "string",
     ]  # fmt: skip
-    assert sent.select(given.schema.names).to_pydict() == {
+    assert sent.select(batch.schema.names).to_pydict() == {
         "body": [b"x", b"y"],
         "tag": ["a", None],
         "keys": ["k"] * 2,

@@ -17,13 +17,13 @@ def test_a_receipt_has_the_due_time_and_the_state_of_its_message() -> None:
     assert receipt_of(ack) == Receipt("a", 5, None, now_ms, "created", "visible")
     assert receipt_of(ack, now_ms + 5_000) == Receipt("a", 5, now_ms + 5_000, now_ms, "created", "waiting")
     assert receipt_of(ack, now_ms - 3, 3) == Receipt("a", 5, now_ms - 3, now_ms, "created", "visible", 3)
-    exists = SendAck(5, 1, now_ms, "exists", [SentState("cancelled", 9)])
-    assert receipt_of(exists, now_ms + 5_000) == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
+    existing = SendAck(5, 1, now_ms, "exists", [SentState("cancelled", 9)])
+    assert receipt_of(existing, now_ms + 5_000) == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
 
 
 def test_adjacent_ranges_of_rows_are_joined_and_only_ten_are_listed() -> None:
     assert spans([AcceptedRows(5, 1, 0), AcceptedRows(0, 2, 0), AcceptedRows(2, 2, 0)]) == "rows 0 to 3, 5"
-    assert spans([AcceptedRows(2 * n, 1, 0) for n in range(12)]).endswith(
+    assert spans([AcceptedRows(2 * number, 1, 0) for number in range(12)]).endswith(
         "2 more spans, which the error's summary lists"
     )
 
@@ -39,7 +39,7 @@ def test_a_refusal_ends_a_call_unless_refusals_are_collected() -> None:
     outcomes.fail(3, 1, Lost("x"), is_last=True)
     error = outcomes.error(Unavailable("why"), ["a"] * 4)
     assert "no row is known to be accepted; may or may not be accepted: rows 2 to 3" in str(error)
-    assert [each.first_row for each in error.summary.refused] == [0] and error.summary.rows == 4
+    assert [batch.first_row for batch in error.summary.refused] == [0] and error.summary.rows == 4
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,20 @@ def test_the_arguments_of_a_send_are_converted_and_wrong_ones_refused() -> None:
 def test_a_dict_becomes_a_message_and_a_wrong_one_is_refused() -> None:
     row = build_row_message({"body": b"x", "unique_key": "a", "due_ms": 7}, 0, "t")
     assert (row.topic, row.id, row.due_ms, row.delay_ms) == ("t", "a", 7, None)
-    for wrong, kind in (
+    for wrong, error_class in (
         ({"body": "x", "extra": 1}, InvalidMessage),
         ({"body": 5}, InvalidMessage),
         ({"body": "x", "at": None}, InvalidDelay),
         ({"body": "x", "after": "1s", "delay_ms": 5}, InvalidDelay),
         ({"body": "x", "after": "1s", "at": 2**40}, InvalidDelay),
     ):
-        with pytest.raises(kind):
+        with pytest.raises(error_class):
             build_row_message(wrong, 0, "t")
     with pytest.raises(InvalidMessage, match="row 3: topic"):
         build_row_message({"body": "x"}, 3, None)
 
 
-def test_all_names_of_a_dict_but_four_are_names_of_columns() -> None:
+def test_all_names_of_a_dict_except_four_are_columns_of_a_send() -> None:
     assert set(ROW_NAMES) - {"after", "at", "zone", "message_id"} < SEND_COLUMNS.keys()
 
 
@@ -68,9 +68,9 @@ def test_a_body_of_bytes_or_text_is_converted_to_bytes() -> None:
     ],
 )
 def test_a_wrong_field_is_refused_in_a_send_and_in_a_dict(fields: dict[str, object]) -> None:
-    given = {"body": b"x", "tag": None, "keys": None, "properties": None, **fields}
+    arguments = {"body": b"x", "tag": None, "keys": None, "properties": None, **fields}
     with pytest.raises(InvalidMessage):
-        build_message("t", message_id="id", after=None, at=1_800_000_000_000, **given)  # type: ignore[arg-type]
+        build_message("t", message_id="id", after=None, at=1_800_000_000_000, **arguments)  # type: ignore[arg-type]
     with pytest.raises(InvalidMessage):
         build_row_message({"body": b"x", **fields}, 0, "t")
 
@@ -81,13 +81,13 @@ def test_empty_properties_are_none() -> None:
 
 @pytest.mark.parametrize("name", ["after", "at", "delay_ms", "due_ms"])
 def test_a_dict_with_a_time_of_none_is_refused_with_the_number_of_its_row(name: str) -> None:
-    """A dict without the name is delivered at once. A None is more likely a mistake."""
+    """A dict without the name would be delivered at once. A None is more likely a mistake."""
     with pytest.raises(InvalidDelay, match=f"{name} of row 2 is None"):
         build_row_message({"body": "c", name: None}, 2, "t")
 
 
 def test_both_occurrences_of_a_repeated_local_time_get_their_own_due_times() -> None:
-    """Python compares and hashes them as equal, so a set or a cache by datetime would lose one."""
+    """Python takes the two datetimes for equal, so a set or a cache of datetimes would lose one of them."""
     zone = ZoneInfo("Europe/Berlin")
     first, second = (datetime(2040, 10, 28, 2, 30, tzinfo=zone, fold=fold) for fold in (0, 1))
     assert len({first, second}) == 1

@@ -22,25 +22,32 @@ RULE = {"cron": "0 9 * * 1", "zone": "Europe/Berlin"}
 def test_a_schedule_is_put_read_paused_run_and_deleted(node: RunningNode, dial: Dial) -> None:
     with dial(node.http_endpoint) as ball:
         schedules = ball.schedules
-        made = schedules.put(
+        created = schedules.put(
             "client", RULE, topic="orders", body=b"\xff", tag="t", keys=["k"], properties={"p": "1"},
             catch_up="none", catch_up_within="1h",
         )  # fmt: skip
-        assert (made.outcome, made.state, made.base64, made.tag) == ("created", "active", b"\xff", "t")
-        assert made.next is not None and made.next.local.endswith("T09:00:00")
-        assert (made.keys, made.properties) == (["k"], {"p": "1"})
-        assert (made.catch_up, made.catch_up_within) == ("none", "1h")
-        assert ball.get(made.next.id).state == "waiting"
-        skipping = schedules.put("client", RULE, topic="orders", body="x", overlap="skip", group="makers")
-        assert (skipping.overlap, skipping.group) == ("skip", "makers")
-        again = schedules.put("client", RULE, topic="orders", body="text")
-        assert (again.overlap, again.group) == ("allow", "")
-        assert (again.outcome, again.body) == ("replaced", "text")
-        assert schedules.get("client").next == made.next
-        assert [each.name for each in schedules.all("orders")] == ["client"] and schedules.all("others") == []
+        assert (created.outcome, created.state, created.base64, created.tag) == (
+            "created",
+            "active",
+            b"\xff",
+            "t",
+        )
+        assert created.next is not None and created.next.local.endswith("T09:00:00")
+        assert (created.keys, created.properties) == (["k"], {"p": "1"})
+        assert (created.catch_up, created.catch_up_within) == ("none", "1h")
+        assert ball.get(created.next.id).state == "waiting"
+        with_overlap = schedules.put("client", RULE, topic="orders", body="x", overlap="skip", group="makers")
+        assert (with_overlap.overlap, with_overlap.group) == ("skip", "makers")
+        replaced = schedules.put("client", RULE, topic="orders", body="text")
+        assert (replaced.overlap, replaced.group) == ("allow", "")
+        assert (replaced.outcome, replaced.body) == ("replaced", "text")
+        assert schedules.get("client").next == created.next
+        assert [schedule.name for schedule in schedules.all("orders")] == ["client"] and schedules.all(
+            "others"
+        ) == []
         assert schedules.pause("client").state == "paused" and schedules.resume("client").state == "active"
         assert ball.get(schedules.run("client")).state == "visible"
-        assert {past.state for past in schedules.history("client")} == {"unknown"}
+        assert {run.state for run in schedules.history("client")} == {"unknown"}
         schedules.delete("client")
         with pytest.raises(NotFound):
             schedules.get("client")
@@ -63,7 +70,7 @@ def test_a_preview_computes_the_times_of_a_rule_and_refuses_a_wrong_one(
 ) -> None:
     with dial(node.http_endpoint) as ball:
         times = ball.schedules.preview({"every": "90m"}, count=2, after="2030-01-01T00:00:00Z")
-        assert [time.due_ms % 86_400_000 // 60_000 for time in times] == [90, 180]
+        assert [time.due_ms % 86_400_000 // 60_000 for time in times] == [90, 180], "minutes after midnight"
         with pytest.raises(InvalidDelay):
             ball.schedules.preview({"every": "soon"})
 
@@ -75,7 +82,7 @@ def test_all_pages_of_schedules_are_read(
     with dial(node.http_endpoint) as ball:
         for name in ("p1", "p2", "p3", "p4", "p5"):
             ball.schedules.put(name, RULE, topic="pages", body="x")
-        assert [each.name for each in ball.schedules.all("pages")] == ["p1", "p2", "p3", "p4", "p5"]
+        assert [schedule.name for schedule in ball.schedules.all("pages")] == ["p1", "p2", "p3", "p4", "p5"]
 
 
 def test_schedules_are_refused_without_an_address_of_http(node: RunningNode) -> None:
@@ -83,15 +90,15 @@ def test_schedules_are_refused_without_an_address_of_http(node: RunningNode) -> 
         _ = ball.schedules
 
 
-def test_asyncschedules_has_all_methods_of_schedules(node: RunningNode) -> None:
+def test_asyncschedules_has_all_methods_of_schedules_as_coroutines(node: RunningNode) -> None:
     names = {name for name in dir(Schedules) if not name.startswith("_")}
     assert names == {name for name in dir(AsyncSchedules) if not name.startswith("_")}
     assert all(inspect.iscoroutinefunction(getattr(AsyncSchedules, name)) for name in names)
 
     async def main() -> None:
         async with AsyncTimeball(node.http_endpoint) as ball:
-            made = await ball.schedules.put("awaited", RULE, topic="orders", body="x")
-            assert (await ball.schedules.get("awaited")).next == made.next
+            schedule = await ball.schedules.put("awaited", RULE, topic="orders", body="x")
+            assert (await ball.schedules.get("awaited")).next == schedule.next
             await ball.schedules.delete("awaited")
 
     asyncio.run(main())

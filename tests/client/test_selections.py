@@ -17,19 +17,19 @@ from timeball.client.selections import Selections
 def test_a_cancelling_selection_is_counted_made_and_undone(node: RunningNode) -> None:
     with Timeball(node.http_endpoint) as ball:
         sent = [ball.send("selected", "x", after="1h", tag=tag) for tag in ("red", "blue")]
-        counted = ball.selections.dry_run("tag = 'red'", topics=["selected"])
-        assert (counted.count, [sample.id for sample in counted.samples]) == (1, [sent[0].id])
+        dry_run = ball.selections.dry_run("tag = 'red'", topics=["selected"])
+        assert (dry_run.count, [sample.id for sample in dry_run.samples]) == (1, [sent[0].id])
         selection = ball.selections.cancel("tag = 'red'", topics=["selected"])
         assert (selection.state, selection.where) == ("active", "tag = 'red'")
-        assert [ball.get(each.id).state for each in sent] == ["cancelled", "waiting"]
+        assert [ball.get(receipt.id).state for receipt in sent] == ["cancelled", "waiting"]
         assert ball.selections.get(selection.id).id == selection.id
         assert ball.selections.undo(selection.id).state == "undone"
         assert ball.get(sent[0].id).state == "waiting"
         due_ms = sent[0].due_ms
         assert due_ms is not None
-        window = ball.selections.cancel(topics=["selected"], start=due_ms, to=due_ms + 1)
+        by_due_time = ball.selections.cancel(topics=["selected"], start=due_ms, to=due_ms + 1)
         assert ball.get(sent[0].id).state == "cancelled"
-        assert [each.id for each in ball.selections.all()][-2:] == [selection.id, window.id]
+        assert [selection.id for selection in ball.selections.all()][-2:] == [selection.id, by_due_time.id]
         assert ball.cancel(sent[0].id).verdict == "already_cancelled"
 
 
@@ -37,27 +37,27 @@ def test_shift_move_pause_resume_and_release_change_the_selected_message(node: R
     with Timeball(node.http_endpoint) as ball:
         sent = ball.send("changed", "x", after="1h")
         assert sent.due_ms is not None
-        here = {"topics": ["changed"]}
-        counted = ball.selections.dry_run(action="shift", by="-30m", **here)
-        assert counted.count == 1
+        by_topic = {"topics": ["changed"]}
+        dry_run = ball.selections.dry_run(action="shift", by="-30m", **by_topic)
+        assert dry_run.count == 1
         # Both times may be in one hour, together with messages of other tests.
-        assert sum(hour.before for hour in counted.load) == sum(hour.after for hour in counted.load) >= 1
-        later = ball.selections.shift(timedelta(hours=2), **here)
-        assert (later.action, later.shift_ms) == ("shift", 7_200_000)
+        assert sum(hour.before for hour in dry_run.load) == sum(hour.after for hour in dry_run.load) >= 1
+        first_shift = ball.selections.shift(timedelta(hours=2), **by_topic)
+        assert (first_shift.action, first_shift.shift_ms) == ("shift", 7_200_000)
         assert ball.get(sent.id).due_ms == sent.due_ms + 7_200_000
-        ball.selections.shift("-30m", **here)
+        ball.selections.shift("-30m", **by_topic)
         assert ball.get(sent.id).due_ms == sent.due_ms + 5_400_000
-        assert ball.selections.undo(later.id).state == "undone"
+        assert ball.selections.undo(first_shift.id).state == "undone"
         assert ball.get(sent.id).due_ms == sent.due_ms - 1_800_000
-        assert ball.selections.move("elsewhere", **here).to_topic == "elsewhere"
+        assert ball.selections.move("elsewhere", **by_topic).to_topic == "elsewhere"
         assert ball.get(sent.id).topic == "elsewhere"
-        there = {"topics": ["elsewhere"]}
-        paused = ball.selections.pause(**there)
+        by_new_topic = {"topics": ["elsewhere"]}
+        paused = ball.selections.pause(**by_new_topic)
         assert ball.get(sent.id).reason == f"paused by selection {paused.id}"
-        assert ball.selections.resume(**there).action == "resume"
+        assert ball.selections.resume(**by_new_topic).action == "resume"
         assert ball.get(sent.id).reason is None
-        ball.selections.release(**there)
-        eventually(lambda: ball.get(sent.id).state == "visible", "it is released")
+        ball.selections.release(**by_new_topic)
+        eventually(lambda: ball.get(sent.id).state == "visible", "the message is visible")
         assert ball.get(sent.id).topic == "elsewhere"
 
 

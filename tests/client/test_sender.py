@@ -23,10 +23,10 @@ def test_all_rows_of_many_batches_are_in_the_log_in_order(columns: Timeball) -> 
     summary = columns.send_many(pa.table({"body": bodies}), topic="many", batch_rows=999)
     assert summary.rows == 20_000 and summary.refused == []
     assert sum(rows for _, rows in summary.ranges) == 20_000
-    # By ranges: the broker may write rows of its own between two batches.
-    kept = pa.concat_tables(columns.read_log(seq, seq + rows).read_all() for seq, rows in summary.ranges)
-    assert kept.column("body").to_pylist() == bodies
-    assert kept.column("unique_key").to_pylist() == summary.ids.to_pylist()
+    # Read by ranges, because the broker may write rows of its own between two batches.
+    stored = pa.concat_tables(columns.read_log(seq, seq + rows).read_all() for seq, rows in summary.ranges)
+    assert stored.column("body").to_pylist() == bodies
+    assert stored.column("unique_key").to_pylist() == summary.ids.to_pylist()
 
 
 def test_a_send_of_no_rows_has_an_empty_summary(columns: Timeball) -> None:
@@ -36,6 +36,7 @@ def test_a_send_of_no_rows_has_an_empty_summary(columns: Timeball) -> None:
 
 
 def rows_with_one_bad() -> list[dict[str, str]]:
+    """Ten rows, of which row 5 has an invalid topic."""
     return [{"topic": "bad/name" if i == 5 else "mixed", "body": str(i)} for i in range(10)]
 
 
@@ -43,21 +44,22 @@ def test_a_refused_batch_raises_an_error_that_names_the_accepted_rows(columns: T
     with pytest.raises(InvalidMessage, match=r"rows 5 to 5: .*topic.*accepted: rows 0 to 4, 6") as caught:
         columns.send_many(pa.Table.from_pylist(rows_with_one_bad()), batch_rows=1)
     summary = caught.value.summary
-    taken = {each.first_row for each in summary.accepted}
-    assert taken >= {0, 1, 2, 3, 4} and [each.first_row for each in summary.refused] == [5]
-    assert summary.unknown == [] and len(summary.ids) == summary.rows == len(taken) + 1
-    # Only the remaining rows are sent again: each message is there once.
-    left = [row | {"topic": "mixed"} for at, row in enumerate(rows_with_one_bad()) if at not in taken]
-    more = columns.send_many(pa.Table.from_pylist(left))
+    accepted = {batch.first_row for batch in summary.accepted}
+    assert accepted >= {0, 1, 2, 3, 4} and [batch.first_row for batch in summary.refused] == [5]
+    assert summary.unknown == [] and len(summary.ids) == summary.rows == len(accepted) + 1
+    # Only the remaining rows are sent again, and each message is stored once.
+    remaining = [row | {"topic": "mixed"} for at, row in enumerate(rows_with_one_bad()) if at not in accepted]
+    second_summary = columns.send_many(pa.Table.from_pylist(remaining))
     seqs = [seq for seq, _ in summary.ranges] + [
-        first + at for first, rows in more.ranges for at in range(rows)
+        first + at for first, rows in second_summary.ranges for at in range(rows)
     ]
-    kept = columns.read_log(min(seqs), max(seqs) + 1).read_all()
-    by_seq = dict(zip(kept.column("seq").to_pylist(), kept.column("body").to_pylist()))
+    stored = columns.read_log(min(seqs), max(seqs) + 1).read_all()
+    by_seq = dict(zip(stored.column("seq").to_pylist(), stored.column("body").to_pylist()))
     assert sorted(by_seq[seq] for seq in seqs) == [b"%d" % i for i in range(10)]
 
 
 def as_table(rows: int, bad: int, kind: str) -> Any:
+    """A table whose row `bad` has an invalid topic, in one piece, or in chunks if `kind` is "chunks"."""
     table = pa.Table.from_pylist(
         [{"topic": "bad/name" if at == bad else "whole", "body": str(at)} for at in range(rows)]
     )
@@ -86,10 +88,10 @@ def test_a_wrong_row_after_the_first_batch_raises_an_error_that_names_the_accept
     table = pa.table({"body": [b"x"] * 70_000, "tag": tags})
     with pytest.raises(InvalidMessage, match=r"accepted: rows 0 to 65535; no other row was") as caught:
         columns.send_many(table, topic="large")
-    assert sum(each.rows for each in caught.value.summary.accepted) == 65_536
+    assert sum(span.rows for span in caught.value.summary.accepted) == 65_536
     table = pa.table({"body": [b"x" * 300_000] * 30})
-    summary = columns.send_many(table, topic="large")  # more bytes than one batch may have
-    assert len(summary.accepted) > 1 and sum(each.rows for each in summary.accepted) == 30
+    summary = columns.send_many(table, topic="large")  # 9 MB, more than one batch may have
+    assert len(summary.accepted) > 1 and sum(span.rows for span in summary.accepted) == 30
 
 
 def test_the_rows_of_lost_answers_are_unknown_in_the_summary(node: RunningNode) -> None:
@@ -99,16 +101,17 @@ def test_the_rows_of_lost_answers_are_unknown_in_the_summary(node: RunningNode) 
             proxy.hold()
             table = pa.table({"body": [b"b"] * 4})
             sending = pool.submit(ball.send_many, table, topic="cut", batch_rows=2)
-            with node.client() as look:
+            with node.client() as observer:
                 eventually(
-                    lambda: sum(queue.max for queue in look.queues("cut").values()) >= 5, "it has them"
+                    lambda: sum(queue.max for queue in observer.queues("cut").values()) >= 5,
+                    "the broker has the messages",
                 )
             proxy.cut()
             with pytest.raises(Lost, match="may or may not be accepted: rows 0 to 3") as caught:
                 sending.result(BOUND_S)
         summary = caught.value.summary
         assert summary.accepted == summary.refused == []
-        assert sorted(each.first_row for each in summary.unknown) == [0, 2]
+        assert sorted(span.first_row for span in summary.unknown) == [0, 2]
 
 
 def test_a_refused_batch_is_listed_in_the_summary_if_refusals_are_collected(columns: Timeball) -> None:
@@ -125,23 +128,23 @@ def test_a_table_with_an_unknown_column_is_refused_with_its_name(columns: Timeba
 
 
 def test_batches_of_one_reader_with_different_schemas_are_all_sent(columns: Timeball) -> None:
-    """An id is made for the second batch, whose column then has another type."""
+    """The client creates the id of the second batch, so its column of ids has another type."""
     schema = pa.schema([("body", pa.binary()), ("unique_key", pa.large_string()), ("queue_id", pa.int32())])
-    given = [
+    batches = [
         pa.record_batch(
             [[body], pa.array([key], pa.large_string()), pa.array([3], pa.int32())], schema=schema
         )
         for body, key in ((b"a", "varied-a"), (b"b", None), (b"c", "varied-c"))
     ]
-    summary = columns.send_many(pa.RecordBatchReader.from_batches(schema, given), topic="varied")
+    summary = columns.send_many(pa.RecordBatchReader.from_batches(schema, batches), topic="varied")
     assert summary.ids.to_pylist()[::2] == ["varied-a", "varied-c"] and len(summary.accepted) == 3
     seqs = [first for first, _ in summary.ranges]
-    kept = columns.read_log(seqs[0], seqs[-1] + 1).read_all()
-    by_body = dict(zip(kept.column("body").to_pylist(), kept.column("queue_id").to_pylist()))
+    stored = columns.read_log(seqs[0], seqs[-1] + 1).read_all()
+    by_body = dict(zip(stored.column("body").to_pylist(), stored.column("queue_id").to_pylist()))
     assert {body: by_body[body] for body in (b"a", b"b", b"c")} == {b"a": 3, b"b": 3, b"c": 3}
 
 
-def test_a_send_after_a_restart_of_the_broker_succeeds(data: Path) -> None:
+def test_a_send_during_a_restart_of_the_broker_succeeds(data: Path) -> None:
     with running_node(data) as node, node.client() as ball:
         first = ball.send_many(pa.table({"body": [b"1"]}), topic="again").ranges[0][0]
         node.stop()
@@ -150,8 +153,8 @@ def test_a_send_after_a_restart_of_the_broker_succeeds(data: Path) -> None:
         second = ball.send_many(pa.table({"body": [b"2"]}), topic="again").ranges[0][0]
         restart.join(BOUND_S)
         assert second > first
-        kept = ball.read_log(first, second + 1, kinds=[1]).read_all()
-        assert kept.column("body").to_pylist() == [b"1", b"2"]
+        stored = ball.read_log(first, second + 1, kinds=[1]).read_all()
+        assert stored.column("body").to_pylist() == [b"1", b"2"]
 
 
 @pytest.mark.usefixtures("no_pauses")
@@ -168,8 +171,10 @@ def test_batches_without_an_answer_are_unknown_and_not_refused() -> None:
             with pytest.raises(Lost, match="may or may not have been accepted") as caught:
                 ball.send_many(numbered_rows(3), topic="t", batch_rows=1, retry=retry)
             unknown = caught.value.summary.unknown
-            assert [(each.first_row, each.rows) for each in unknown] == [(0, 1), (1, 1), (2, 1)]
-    assert hanging.streams == 2, "of a repeatable batch, the first attempt has all the time"
+            assert [(span.first_row, span.rows) for span in unknown] == [(0, 1), (1, 1), (2, 1)]
+    assert hanging.streams == 2, (
+        "one stream for each call: without another node, an attempt has the whole time limit"
+    )
 
 
 def test_a_repeatable_send_succeeds_at_the_next_node_if_the_first_hangs(node: RunningNode) -> None:
@@ -190,7 +195,7 @@ def test_after_a_lost_batch_the_next_send_goes_to_the_next_node(node: RunningNod
 
 
 def test_a_send_goes_to_the_next_node_if_the_first_opens_no_stream(node: RunningNode) -> None:
-    """Nothing was sent, so this needs no `retry`."""
+    """No batch was sent, so the call needs no `retry`."""
     with stopped_node() as stopped:
         endpoint = f"grpc://{stopped},{node.endpoint.removeprefix('grpc://')}"
         with Timeball(endpoint, timeout_ms=1_000) as ball:
@@ -203,8 +208,10 @@ def test_attempts_to_open_a_stream_share_the_time_limit_of_the_call() -> None:
         for _ in range(2):
             with pytest.raises(NotSent, match=r"opened no stream within 0\.1 s"):
                 ball.send_many(numbered_rows(1), topic="t", retry=True)
-        opening = [thread for thread in threading.enumerate() if thread not in before]
-        assert [thread.name for thread in opening] == ["timeball-acks"] * 2, "one attempt of each call"
+        new_threads = [thread for thread in threading.enumerate() if thread not in before]
+        assert [thread.name for thread in new_threads] == ["timeball-acks"] * 2, (
+            "each call has made one attempt"
+        )
 
 
 def test_a_repeated_batch_gets_the_current_states_and_is_sent_again_if_settled(columns: Timeball) -> None:
@@ -212,33 +219,36 @@ def test_a_repeated_batch_gets_the_current_states_and_is_sent_again_if_settled(c
     table = pa.table({"body": [b"0", b"1"], "unique_key": ids, "delay_ms": [3_600_000] * 2})
     columns.send_many(table, topic="anew", retry=True)
     (existing,) = columns.send_many(table, topic="anew", retry=True).existing
-    assert (existing.first_row, [each.state for each in existing.states]) == (0, ["waiting"] * 2)
+    assert (existing.first_row, [message.state for message in existing.states]) == (0, ["waiting"] * 2)
     columns.cancel(ids=ids)
     assert columns.send_many(table, topic="anew", retry=True, if_settled="send").existing == []
 
 
 def send_with_lost_answers(node: RunningNode, *, retry: bool) -> list[bytes]:
-    """Send while no answer passes. Cut the connection when the messages are in the log, and return them."""
-    rows = pa.table({"body": [b"0", b"1", b"2"], "unique_key": [f"m{n}" for n in range(3)]})
+    """Send three messages while no answer passes, and cut the connection when they are in the log.
+
+    Returns the bodies in the log after the call. Raises the error of the call.
+    """
+    rows = pa.table({"body": [b"0", b"1", b"2"], "unique_key": ["m0", "m1", "m2"]})
     with (
         cutting_proxy(node.endpoint) as proxy,
         Timeball(proxy.endpoint) as ball,
-        node.client() as look,
+        node.client() as observer,
     ):
-        # This also connects, which needs answers.
+        # This send connects, for which the proxy must pass answers.
         first = ball.send_many(pa.table({"body": [b"first"]}), topic="lost").ranges[0][0]
 
-        def found() -> list[bytes]:
-            kept = look.read_log(first + 1, first + 100, kinds=[1]).read_all()
-            return list(kept.column("body").to_pylist())
+        def stored_bodies() -> list[bytes]:
+            rows = observer.read_log(first + 1, first + 100, kinds=[1]).read_all()
+            return list(rows.column("body").to_pylist())
 
         with ThreadPoolExecutor(1) as pool:
             proxy.hold()
             sending = pool.submit(ball.send_many, rows, topic="lost", batch_rows=2, retry=retry)
-            eventually(lambda: len(found()) >= 3, "the broker has them")
+            eventually(lambda: len(stored_bodies()) >= 3, "the broker has the messages")
             proxy.cut()
             sending.result(BOUND_S)
-        return found()
+        return stored_bodies()
 
 
 def test_with_retry_messages_whose_answers_were_lost_are_stored_once(node: RunningNode) -> None:
@@ -253,6 +263,7 @@ def test_without_retry_a_lost_answer_raises_lost(node: RunningNode) -> None:
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Iterator[tuple[RunningNode, RunningNode]]:
+    """Two nodes, each with a log of its own. At the end they take rows again, so that they can stop."""
     with running_node(tmp_path / "a") as first, running_node(tmp_path / "b") as second:
         yield first, second
         for node in (first, second):
@@ -260,6 +271,7 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[RunningNode, RunningNode]]:
 
 
 def endpoint_of(two_nodes: tuple[RunningNode, RunningNode]) -> str:
+    """The addresses of both nodes as one endpoint, the first node first."""
     first, second = two_nodes
     return f"{first.endpoint},{second.endpoint.removeprefix('grpc://')}"
 
@@ -272,24 +284,27 @@ def count_messages(node: RunningNode) -> int:
 
 
 def refuse_rows(node: RunningNode) -> None:
-    """Make the log refuse_rows new rows, as at the beginning of a hand-over."""
+    """Make the log refuse new rows, as at the beginning of a hand-over."""
     node.broker.log.writer._closing = True
 
 
 def numbered_rows(count: int) -> pa.Table:
-    return pa.table({"body": [b"%d" % n for n in range(count)]})
+    """A table of messages with the bodies 0 to `count` - 1."""
+    return pa.table({"body": [b"%d" % number for number in range(count)]})
 
 
 def test_a_send_that_a_broker_refuses_during_a_hand_over_goes_to_the_next_node(
     two_nodes: tuple[RunningNode, RunningNode],
 ) -> None:
-    """A refusal says that nothing was done, so another node is asked, also without `retry`."""
+    """The refusal says that no message was accepted, so the client asks another node, also without `retry`."""
     first, second = two_nodes
     with Timeball(endpoint_of(two_nodes)) as ball:
         before = ball.send_many(numbered_rows(1), topic="there")
         refuse_rows(first)
         after = ball.send_many(numbered_rows(1), topic="there")
-        assert after.ranges == before.ranges, "the first row of another log"
+        assert after.ranges == before.ranges, (
+            "the second node has a log of its own, so the first row has the same number"
+        )
         assert ball.send_many(numbered_rows(9), topic="there", batch_rows=2).rows == 9
     assert (count_messages(first), count_messages(second)) == (1, 10)
 
@@ -301,10 +316,10 @@ def test_a_long_send_continues_at_the_next_node_after_a_refusal(
     schema = pa.schema([("body", pa.binary())])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for n in range(40):
-            if n == 20:
+        for number in range(40):
+            if number == 20:
                 refuse_rows(first)
-            yield pa.record_batch([[b"%d" % n] * 10], schema=schema)
+            yield pa.record_batch([[b"%d" % number] * 10], schema=schema)
 
     with Timeball(endpoint_of(two_nodes)) as ball:
         rows = pa.RecordBatchReader.from_batches(schema, batches())
@@ -315,7 +330,7 @@ def test_a_long_send_continues_at_the_next_node_after_a_refusal(
 
 @pytest.mark.usefixtures("no_pauses")
 def test_the_refusal_of_the_only_broker_raises_notnow(node: RunningNode) -> None:
-    """The control of the two tests above: such a broker really refuses each attempt."""
+    """The negative control of the two tests above: a broker with `refuse_rows` really refuses each attempt."""
     with node.client() as ball:
         refuse_rows(node)
         try:
@@ -325,8 +340,8 @@ def test_the_refusal_of_the_only_broker_raises_notnow(node: RunningNode) -> None
             node.broker.log.writer._closing = False
 
 
-class TrueSoOften:
-    """True for the first `count` checks, and then false. As a flag of the log, it refuses so many batches."""
+class TrueForChecks:
+    """True in the first `count` checks, and then false. As `_closing` of a log it refuses `count` batches."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -338,8 +353,8 @@ class TrueSoOften:
 
 @pytest.mark.usefixtures("no_pauses")
 def test_the_error_of_an_earlier_batch_ends_the_call_when_the_stream_has_broken(node: RunningNode) -> None:
-    """All attempts with the first batch are refused. The second one would be accepted."""
-    schema, refusals = pa.schema([("body", pa.binary())]), TrueSoOften(2 + len(attempts.RETRY_PAUSES_S))
+    """All attempts to send the first batch are refused. The second batch would be accepted."""
+    schema, refusals = pa.schema([("body", pa.binary())]), TrueForChecks(2 + len(attempts.RETRY_PAUSES_S))
     with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint) as ball:
         ball.send_many(pa.table({"body": [b"0"]}), topic="cut")
 
@@ -347,10 +362,11 @@ def test_the_error_of_an_earlier_batch_ends_the_call_when_the_stream_has_broken(
             count = refusals.count
             node.broker.log.writer._closing = refusals  # type: ignore[assignment]
             yield pa.record_batch([[b"1"]], schema=schema)
-            eventually(lambda: refusals.count < count, "it is refused")
+            eventually(lambda: refusals.count < count, "the first batch is refused")
             proxy.cut()
             eventually(
-                lambda: all(thread.name != "timeball-acks" for thread in threading.enumerate()), "it broke"
+                lambda: all(thread.name != "timeball-acks" for thread in threading.enumerate()),
+                "the stream has ended",
             )
             yield pa.record_batch([[b"2"]], schema=schema)
 

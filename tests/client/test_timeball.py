@@ -44,7 +44,7 @@ def test_a_local_time_is_due_by_the_rules_of_its_zone_and_keeps_its_text(ball: T
     (place,) = [ball.get(message_id) for message_id in summary.ids]
     assert place.due_ms == due_ms - 8 * 3_600_000
     zones = ball.schedules.zones()
-    assert {"Europe/Berlin", "Asia/Tokyo"} <= {each.zone for each in zones.zones}
+    assert {"Europe/Berlin", "Asia/Tokyo"} <= {zone.zone for zone in zones.zones}
     for wrong in ({"at": due_ms}, {"after": "1h"}, {}, {"at": "2030-01-31T09:00Z"}):
         with pytest.raises(InvalidDelay, match="local time"):
             ball.send("local", "x", zone="Europe/Berlin", **wrong)  # type: ignore[arg-type]
@@ -65,21 +65,24 @@ def test_a_local_time_is_due_by_the_rules_of_its_zone_and_keeps_its_text(ball: T
 def test_a_send_refuses_invalid_fields_and_accepts_the_longest_delay(
     ball: Timeball, fields: dict[str, object], error: type[Exception] | None
 ) -> None:
-    given = {"topic": "t", "body": b"x", **fields}
-    if error is None:
-        assert ball.send(**given).due_ms  # type: ignore[arg-type]
+    arguments = {"topic": "t", "body": b"x", **fields}
+    if error is None:  # the longest delay
+        assert ball.send(**arguments).due_ms  # type: ignore[arg-type]
         return
     with pytest.raises(error):
-        ball.send(**given)  # type: ignore[arg-type]
+        ball.send(**arguments)  # type: ignore[arg-type]
 
 
 def test_messages_are_cancelled_by_id_by_ids_and_by_key(ball: Timeball) -> None:
-    one = ball.send("cancels", "x", after="1h", keys="order-1")
-    two = ball.send("cancels", "y", after="1h", keys=["order-1", "other"])
-    assert [verdict.verdict for verdict in ball.cancel(ids=[one.id, "unknown"])] == ["cancelled", "not_found"]
+    first = ball.send("cancels", "x", after="1h", keys="order-1")
+    second = ball.send("cancels", "y", after="1h", keys=["order-1", "other"])
+    assert [verdict.verdict for verdict in ball.cancel(ids=[first.id, "unknown"])] == [
+        "cancelled",
+        "not_found",
+    ]
     by_key = {verdict.seq: verdict.verdict for verdict in ball.cancel(key="order-1")}
-    assert by_key == {one.seq: "already_cancelled", two.seq: "cancelled"}
-    verdict = ball.cancel(two.id)
+    assert by_key == {first.seq: "already_cancelled", second.seq: "cancelled"}
+    verdict = ball.cancel(second.id)
     assert verdict.verdict == "already_cancelled" and verdict.cancelled
     assert ball.cancel(ids=[]) == []
     visible = ball.send("cancels", "now", after="0.05s")
@@ -109,22 +112,22 @@ def test_a_text_in_the_place_of_a_list_is_refused(columns: Timeball) -> None:
 
 
 def test_messages_are_rescheduled_by_id_by_ids_and_by_key(ball: Timeball) -> None:
-    one = ball.send("moves", "x", after="1h", keys="order-2")
-    two = ball.send("moves", "y", after="1h", keys=["order-2", "another"])
-    at_ms = one.store_ms + 7_200_000
-    moved = ball.reschedule(two.id, at=at_ms)
-    assert (moved.subject, moved.verdict, moved.due_ms) == (two.id, "rescheduled", at_ms)
-    assert moved.seq == two.seq and not moved.cancelled
-    assert [verdict.verdict for verdict in ball.reschedule(ids=[one.id, "unknown"], after="30s")] == [
+    first = ball.send("moves", "x", after="1h", keys="order-2")
+    second = ball.send("moves", "y", after="1h", keys=["order-2", "another"])
+    at_ms = first.store_ms + 7_200_000
+    moved = ball.reschedule(second.id, at=at_ms)
+    assert (moved.subject, moved.verdict, moved.due_ms) == (second.id, "rescheduled", at_ms)
+    assert moved.seq == second.seq and not moved.cancelled
+    assert [verdict.verdict for verdict in ball.reschedule(ids=[first.id, "unknown"], after="30s")] == [
         "rescheduled",
         "not_found",
     ]
     assert {verdict.due_ms for verdict in ball.reschedule(key="order-2", at=at_ms)} == {at_ms}
     assert [verdict.verdict for verdict in ball.reschedule(key="another", after="50ms")] == ["rescheduled"]
-    assert [message.id for message in ball.pull("moves", "g", wait="60s")] == [two.id]
-    assert ball.reschedule(two.id, after="5s").verdict == "released"
-    assert ball.cancel(one.id).verdict == "cancelled"
-    assert ball.reschedule(one.id, after="5s").verdict == "already_cancelled"
+    assert [message.id for message in ball.pull("moves", "g", wait="60s")] == [second.id]
+    assert ball.reschedule(second.id, after="5s").verdict == "released"
+    assert ball.cancel(first.id).verdict == "cancelled"
+    assert ball.reschedule(first.id, after="5s").verdict == "already_cancelled"
 
 
 def test_a_reschedule_needs_exactly_one_name_and_one_time(ball: Timeball) -> None:
@@ -186,9 +189,9 @@ def test_the_status_has_the_fields_of_the_broker_and_of_its_log(ball: Timeball) 
 def test_reserved_numbers_are_distinct_and_a_repeated_attach_has_no_effect(columns: Timeball) -> None:
     first = columns.reserve(10)
     assert columns.reserve(5) >= first + 10
-    empty = msgspec.json.encode({"job": "bulk", "job_id": "none", "epoch": 0})
-    attached = columns.attach(empty)
-    assert not attached.repeated and columns.attach(empty).repeated
+    attach_request = msgspec.json.encode({"job": "bulk", "job_id": "none", "epoch": 0})
+    attached = columns.attach(attach_request)
+    assert not attached.repeated and columns.attach(attach_request).repeated
     with pytest.raises(InvalidMessage):
         columns.attach(b'{"job": "bulk"}')
 
@@ -216,7 +219,7 @@ def test_a_time_limit_of_zero_is_refused(dial: Dial) -> None:
         dial(timeout_ms=0)
 
 
-def test_get_finds_the_state_and_the_queue_of_a_message(ball: Timeball) -> None:
+def test_get_returns_the_state_and_the_queue_of_a_message(ball: Timeball) -> None:
     receipt = ball.send("places", "x", after="1h")
     assert (ball.get(receipt.id).state, ball.get(receipt.id).due_ms) == ("waiting", receipt.due_ms)
     assert ball.cancel(receipt.id).cancelled
@@ -232,12 +235,15 @@ def test_get_finds_the_state_and_the_queue_of_a_message(ball: Timeball) -> None:
 
 def test_a_copy_of_a_pickled_client_has_its_own_connection_and_the_same_settings(node: RunningNode) -> None:
     with Timeball(node.http_endpoint, timeout_ms=7_000, access_key="a", secret_key="s") as ball:
-        again = pickle.loads(pickle.dumps(ball))
-    with again:
-        assert again.topics() is not None
-        assert again._operations.timeout_ms == 7_000 and again._operations._who == ball._operations._who
-    with node.client() as ball, pickle.loads(pickle.dumps(ball)) as again:
-        assert again.reserve(1) > 0
+        copied_ball = pickle.loads(pickle.dumps(ball))
+    with copied_ball:
+        assert copied_ball.topics() is not None
+        assert (
+            copied_ball._operations.timeout_ms == 7_000
+            and copied_ball._operations._who == ball._operations._who
+        )
+    with node.client() as ball, pickle.loads(pickle.dumps(ball)) as copied_ball:
+        assert copied_ball.reserve(1) > 0
 
 
 def test_all_errors_that_a_client_raises_are_exported_by_the_package() -> None:
@@ -246,7 +252,7 @@ def test_all_errors_that_a_client_raises_are_exported_by_the_package() -> None:
     raised = {
         name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)
     }
-    # Raised between the nodes of a cluster only: no call of a client ends with one.
+    # Only nodes of a cluster raise these to each other, so no call of a client ends with them.
     raised -= {"LeaseLost", "PeerError"}
     assert raised <= set(timeball.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -255,18 +261,18 @@ def test_all_errors_that_a_client_raises_are_exported_by_the_package() -> None:
 
 def test_dead_letters_are_listed_in_pages_resent_and_deleted(ball: Timeball) -> None:
     ball.send_many([{"body": str(number)} for number in range(3)], topic="resent")
-    left = 3
-    while left:
+    unanswered = 3
+    while unanswered:
         for message in ball.pull("resent", "resends"):
             assert message.dead_letter()
-            left -= 1
+            unanswered -= 1
     page = ball.dead_letters("resends", max_messages=2)
     assert len(page.dead_letters) == 2 and page.next_page is not None
     assert len(ball.dead_letters("resends", after=page.next_page).dead_letters) == 1
     first = page.dead_letters[0]
     assert ball.resend_dead_letters("resends", [first.dead_letter]).found == [True]
-    (again,) = ball.pull("resent", "resends")
-    assert (again.body, again.attempts, again.ack()) == (first.body, 0, True)
+    (redelivered,) = ball.pull("resent", "resends")
+    assert (redelivered.body, redelivered.attempts, redelivered.ack()) == (first.body, 0, True)
     assert ball.delete_dead_letters("resends").rows == 2
     (state,) = ball.groups("resends")
     assert (state.dead_letters, state.lag) == (0, 0)
@@ -276,9 +282,9 @@ def test_dead_letters_are_listed_in_pages_resent_and_deleted(ball: Timeball) -> 
 def test_all_pages_of_groups_are_read(node: RunningNode, ball: Timeball) -> None:
     names = [f"paged{number:04d}" for number in range(limits.LISTED_ROWS_MAX + 1)]
 
-    async def make() -> None:
+    async def create_groups() -> None:
         for name in names:
             node.broker.tables.groups.ensure(name)
 
-    node.run(make())
+    node.run(create_groups())
     assert [state.group for state in ball.groups() if state.group.startswith("paged")] == names

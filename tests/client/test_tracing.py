@@ -12,10 +12,11 @@ from tests.node_fixture import RunningNode, eventually
 from timeball import AsyncTimeball, Message, Timeball, Worker
 from timeball.client import tracing
 
-OWN = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+OWN_CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def pulled_contexts(ball: Timeball, topic: str) -> list[str | None]:
+    """The traceparent of each message of a pull, None without one."""
     return [message.properties.get("traceparent") for message in ball.pull(topic, "g", wait="20s")]
 
 
@@ -27,18 +28,26 @@ def test_a_sent_message_carries_the_current_span_unless_it_has_a_context(
     ball.create_topic(topic, 1)
     with current(sampled=sampled) as span:
         ball.send(topic, "a", properties={"a": "b"})
-        ball.send(topic, "b", properties={"traceparent": OWN})
-        ball.send_many([{"body": "c"}, {"body": "d", "properties": {"traceparent": OWN}}], topic=topic)
+        ball.send(topic, "b", properties={"traceparent": OWN_CONTEXT})
+        ball.send_many(
+            [{"body": "c"}, {"body": "d", "properties": {"traceparent": OWN_CONTEXT}}], topic=topic
+        )
     ball.send(topic, "e")
-    assert pulled_contexts(ball, topic) == [span.traceparent, OWN, span.traceparent, OWN, None]
+    assert pulled_contexts(ball, topic) == [
+        span.traceparent,
+        OWN_CONTEXT,
+        span.traceparent,
+        OWN_CONTEXT,
+        None,
+    ]
 
 
 def test_rows_of_a_table_carry_the_current_span_unless_they_have_a_context(columns: Timeball) -> None:
     columns.create_topic("span-columns", 1)
     with current() as span:
-        rows = pa.table({"body": [b"a", b"b"], "properties": [None, f"traceparent\x01{OWN}\x02"]})
+        rows = pa.table({"body": [b"a", b"b"], "properties": [None, f"traceparent\x01{OWN_CONTEXT}\x02"]})
         columns.send_many(rows, topic="span-columns")
-    assert pulled_contexts(columns, "span-columns") == [span.traceparent, OWN]
+    assert pulled_contexts(columns, "span-columns") == [span.traceparent, OWN_CONTEXT]
 
 
 def test_an_awaited_send_carries_the_span_of_its_task(node: RunningNode, ball: Timeball) -> None:
@@ -56,7 +65,7 @@ def test_an_awaited_send_carries_the_span_of_its_task(node: RunningNode, ball: T
 
 
 def test_a_send_repeated_by_its_id_in_another_span_is_recognized(ball: Timeball) -> None:
-    """By `message_id`, as a program that sends again after a restart: only its span differs."""
+    """A program that sends again after a restart has the same `message_id`, and another span."""
     seqs = []
     for _ in range(2):
         with current():
@@ -70,18 +79,18 @@ def test_a_handler_of_a_worker_runs_in_the_trace_of_its_message(ball: Timeball) 
     with current() as span:
         ball.send("handled", "a")
     ball.send("handled", "b")
-    seen: list[tuple[str, dict[str, str]]] = []
+    handled: list[tuple[str, dict[str, str]]] = []  # trace id of the current span, and context of sends
 
     def handler(message: Message) -> None:
         context = trace.get_current_span().get_span_context()
-        seen.append((trace.format_trace_id(context.trace_id), tracing.current_context()))
+        handled.append((trace.format_trace_id(context.trace_id), tracing.current_context()))
 
     with Worker(ball, "workers", "handled", handler) as worker:
         eventually(lambda: worker.counts.acknowledged == 2, "both are handled")
-    (first, carried), (second, none) = seen
-    # Without a provider in the program, the span is the message's, and sends of the handler carry it on.
-    assert first == span.trace and carried == {"traceparent": span.traceparent}
-    assert second == "0" * 32 and none == {}
+    (trace_id, context), (trace_id_without, context_without) = handled
+    # The program has no tracer provider, so the current span is that of the message. Sends of the handler carry it.
+    assert trace_id == span.trace and context == {"traceparent": span.traceparent}
+    assert trace_id_without == "0" * 32 and context_without == {}
 
 
 def test_without_opentelemetry_a_message_carries_no_context(
@@ -93,5 +102,5 @@ def test_without_opentelemetry_a_message_carries_no_context(
     with current():
         ball.send("bare", "a")
     with Worker(ball, "workers", "bare", lambda _: done.set()):
-        eventually(done.is_set, "it is handled")
+        eventually(done.is_set, "the message is handled")
     assert pulled_contexts(ball, "bare") == [None]

@@ -19,11 +19,13 @@ from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, Subscr
 
 
 def send(ball: Timeball, topic: str, bodies: list[str]) -> None:
+    """Send messages with these bodies to a topic with two queues."""
     ball.create_topic(topic, 2)
     ball.send_many([{"body": body} for body in bodies], topic=topic)
 
 
 def is_empty(ball: Timeball, topic: str, group: str) -> bool:
+    """Whether no message of the topic is due for the group. Messages in flight are not due."""
     return ball.pull(topic, group, wait=0) == []
 
 
@@ -34,7 +36,7 @@ def test_each_message_is_handled_once_and_acknowledged(ball: Timeball) -> None:
     with Worker(
         ball, "g", "worked", lambda message: handled.append(message.body.decode()), threads=3
     ) as worker:
-        eventually(lambda: worker.counts.acknowledged == 200, "all acknowledged")
+        eventually(lambda: worker.counts.acknowledged == 200, "all messages are acknowledged")
     assert sorted(handled) == sorted(bodies)
     assert is_empty(ball, "worked", "g") and sum(ball.offsets("g", "worked").values()) == 200
 
@@ -71,13 +73,13 @@ def test_the_exception_of_a_handler_decides_between_retry_and_dead_letter(
     at_once = RetryPolicy(customized_retry_policy=CustomizedRetry(next=[50]))
     node.broker.tables.groups.update(SubscriptionGroup("raisers", group_retry_policy=at_once))
     send(ball, "raised", ["later", "dead", "broken"])
-    seen: list[tuple[str, int]] = []
+    handled: list[tuple[str, int]] = []
     reasons: dict[str, str | None] = {}
 
     def handler(message: Message) -> None:
         body = message.body.decode()
         reasons[body] = message.nack_reason
-        seen.append((body, message.attempts))
+        handled.append((body, message.attempts))
         if message.attempts == 0 and body == "later":
             raise Retry("50ms") from KeyError("stock")
         if body == "dead":
@@ -86,8 +88,8 @@ def test_the_exception_of_a_handler_decides_between_retry_and_dead_letter(
             raise ValueError("a fault of the handler")
 
     with Worker(ball, "raisers", "raised", handler, threads=2) as worker:
-        eventually(lambda: {("later", 1), ("broken", 1)} <= set(seen), "both again")
-        eventually(lambda: worker.counts.acknowledged == 2, "acknowledged")
+        eventually(lambda: {("later", 1), ("broken", 1)} <= set(handled), "both messages are delivered again")
+        eventually(lambda: worker.counts.acknowledged == 2, "both messages are acknowledged")
     assert worker.counts.dead == 1 and worker.counts.retried == 2
     (letter,) = ball.dead_letters("raisers").dead_letters
     assert (letter.body, letter.reason) == (b"dead", "Dead: no such order")
@@ -105,7 +107,7 @@ def test_a_retry_can_have_a_longer_delay_than_a_lease(node: RunningNode, ball: T
 
     with Worker(ball, "g", "days", handler) as worker:
         counts = node.broker.redeliveries.counts
-        eventually(lambda: counts().get(("g", "days")) == 1, "it waits for its next delivery")
+        eventually(lambda: counts().get(("g", "days")) == 1, "the message waits for its next delivery")
     assert worker.counts.retried == 1
 
 
@@ -121,7 +123,7 @@ def test_a_retry_with_a_refused_delay_follows_the_retry_policy(
         if message.attempts < 2:
             raise Retry("13h") from (KeyError("stock") if message.attempts else None)
 
-    # The lease would end after the test.
+    # The lease is so long that only the worker can cause the next attempts.
     with Worker(ball, "in-order", "refused", handler, lease="10m") as worker:
         eventually(lambda: worker.counts.acknowledged == 1, "the third attempt")
     assert reasons[0] is None and "after=46800000 ms" in str(reasons[1])
@@ -138,11 +140,11 @@ def test_the_lease_of_a_running_handler_is_renewed(ball: Timeball) -> None:
         may_end.wait(BOUND_S)
 
     with Worker(ball, "g", "long", handler, lease="300ms", threads=2) as worker:
-        eventually(lambda: handled, "begun")
-        first = handled[0].lease[1]
+        eventually(lambda: handled, "the handler has begun")
+        first_receipt = handled[0].lease[1]
         # Another member waits for several lease times and gets nothing.
         assert ball.pull("long", "g", wait="1500ms") == []
-        assert handled[0].lease[1] == first and handled[0].is_leased
+        assert handled[0].lease[1] == first_receipt and handled[0].is_leased
         may_end.set()
         eventually(lambda: worker.counts.acknowledged == 1, "acknowledged in time")
     assert len(handled) == 1 and worker.counts.late == 0
@@ -155,18 +157,18 @@ def test_several_renewals_of_a_lease_count_as_one_attempt(node: RunningNode, bal
     for _ in range(5):
         assert message.extend("1m")
     assert message.nack(after=0)
-    (again,) = ball.pull("renewed", "patient", wait="30s")
-    assert again.attempts == 1 and again.ack()
+    (redelivered,) = ball.pull("renewed", "patient", wait="30s")
+    assert redelivered.attempts == 1 and redelivered.ack()
 
 
 def test_a_stop_waits_for_the_running_handler_and_gives_back_the_queued_messages(ball: Timeball) -> None:
     send(ball, "stopped", [f"{i}" for i in range(6)])
-    begun, may_end, ended = threading.Event(), threading.Event(), []
+    begun, may_end, handled = threading.Event(), threading.Event(), []
 
     def handler(message: Message) -> None:
         begun.set()
         may_end.wait(BOUND_S)
-        ended.append(message.body)
+        handled.append(message.body)
 
     worker = Worker(ball, "g", "stopped", handler, lease="10m")
     worker.start()
@@ -174,17 +176,17 @@ def test_a_stop_waits_for_the_running_handler_and_gives_back_the_queued_messages
     worker.stop()
     may_end.set()
     worker.join()
-    assert len(ended) == worker.counts.acknowledged == 1
-    left = []
-    while len(left) < 5:
-        left += ball.pull("stopped", "g", wait="30s")
-    assert {message.attempts for message in left} == {0}
-    assert {message.body for message in left}.isdisjoint(ended)
+    assert len(handled) == worker.counts.acknowledged == 1
+    unprocessed = []
+    while len(unprocessed) < 5:
+        unprocessed += ball.pull("stopped", "g", wait="30s")
+    assert {message.attempts for message in unprocessed} == {0}
+    assert {message.body for message in unprocessed}.isdisjoint(handled)
 
 
 @contextmanager
 def stopping_without_a_broker(data: Path, timeout_ms: int) -> Iterator[tuple[RunningNode, Worker]]:
-    """A worker that is stopped, and whose last handler ends while no broker runs."""
+    """A stopped worker whose last handler ends while no broker runs. Yields the stopped node and the worker."""
     begun, may_end = threading.Event(), threading.Event()
 
     def handler(message: Message) -> None:
@@ -243,7 +245,7 @@ def test_numbers_of_threads_and_processes_out_of_range_are_refused(
         Worker(ball, "g", "t", print, **wrong)
 
 
-def test_a_handler_for_processes_must_be_importable(ball: Timeball) -> None:
+def test_a_handler_for_processes_that_is_not_importable_is_refused(ball: Timeball) -> None:
     with pytest.raises(RequestError, match="top of a module"):
         Worker(ball, "g", "t", lambda message: None, processes=2)
 
@@ -256,11 +258,11 @@ def test_a_killed_worker_process_is_replaced_and_all_messages_are_handled(
     worker = Worker(ball, "g", "spread", handlers.Forward(ball, "spread-done"), processes=2, lease="2s")
     worker.start()
     try:
-        eventually(lambda: ball.queues("spread-done")[0].max >= 4, "handled")
+        eventually(lambda: ball.queues("spread-done")[0].max >= 4, "all messages are handled")
         assert worker._processes is not None
         before = worker._processes.pids
         os.kill(before[0], signal.SIGKILL)
-        eventually(lambda: len(set(worker._processes.pids) - set(before)) == 1, "replaced")
+        eventually(lambda: len(set(worker._processes.pids) - set(before)) == 1, "the process is replaced")
         send(ball, "spread", ["more"])
         with node.client() as browser:
             eventually(
@@ -287,11 +289,11 @@ def test_a_worker_leases_only_as_many_messages_as_it_has_free_threads(ball: Time
 
     with Worker(ball, "g", "greedy", handler, threads=2) as worker:
         assert begun.acquire(timeout=BOUND_S) and begun.acquire(timeout=BOUND_S)
-        left = ball.pull("greedy", "g", max_messages=8, wait="1s")
-        left += ball.pull("greedy", "g", max_messages=8, wait=0)
+        unleased = ball.pull("greedy", "g", max_messages=8, wait="1s")
+        unleased += ball.pull("greedy", "g", max_messages=8, wait=0)
         may_end.set()
         eventually(lambda: worker.counts.acknowledged >= 2, "acknowledged")
-    assert len(left) == 6, "the worker has two threads"
+    assert len(unleased) == 6, "of eight messages, the worker with two threads has leased two"
 
 
 @pytest.mark.slow
@@ -306,7 +308,7 @@ def test_only_the_message_that_kills_its_processes_becomes_a_dead_letter(
     worker.start()
     try:
         eventually(lambda: len(ball.dead_letters("victims").dead_letters) == 1, "three attempts are over")
-        eventually(lambda: ball.queues("poisoned-done")[0].max >= 20, "all others are handled")
+        eventually(lambda: ball.queues("poisoned-done")[0].max >= 20, "all other messages are handled")
     finally:
         worker.stop()
         worker.join()
@@ -326,9 +328,9 @@ def test_after_sigterm_a_worker_finishes_its_handler_and_gives_back_other_messag
     assert program.stdout.readline() == "handling\n"
     program.send_signal(signal.SIGTERM)
     program.stdin.write("go on\n")  # the handler waits for this line
-    rest, _ = program.communicate(timeout=BOUND_S)
-    assert (program.returncode, rest) == (0, "acknowledged 1\n")
-    left = []
-    while len(left) < 2:
-        left += ball.pull("terminated", "g", wait="30s")
-    assert {message.attempts for message in left} == {0}
+    output, _ = program.communicate(timeout=BOUND_S)
+    assert (program.returncode, output) == (0, "acknowledged 1\n")
+    unprocessed = []
+    while len(unprocessed) < 2:
+        unprocessed += ball.pull("terminated", "g", wait="30s")
+    assert {message.attempts for message in unprocessed} == {0}

@@ -22,14 +22,16 @@ def test_worker_processes_start_once_and_end_after_a_stop() -> None:
     assert processes.pids == []
 
 
-def test_a_worker_process_that_cannot_start_is_replaced_again_and_again(
+def test_a_worker_process_that_cannot_start_is_replaced_each_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker, "REPLACE_PAUSE_S", 0.0)
     processes = Processes(1, Broken)
     with caplog.at_level(logging.ERROR):
         processes.start()
-        eventually(lambda: caplog.text.count("worker process ended") >= 2, "tried again")
+        eventually(
+            lambda: caplog.text.count("worker process ended") >= 2, "the process was started a second time"
+        )
         processes.stop()
         processes.join()
     assert "exit=1" in caplog.text

@@ -6,9 +6,10 @@ from timeball import Message, Timeball, Worker
 
 
 def handler(message: Message) -> None:
+    """Print that the message is processed, wait for a line of standard input, and then for SIGTERM."""
     print("handling", flush=True)
     sys.stdin.readline()
-    worker._stopping.wait()  # the handler of the signal is installed by now
+    worker._stopping.wait()  # run() has installed the handler of the signal, which sets this event
 
 
 with Timeball(sys.argv[1]) as ball:

@@ -20,11 +20,12 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[TestBroker]:
-    with TestBroker() as running:
-        yield running
+    with TestBroker() as broker:
+        yield broker
 
 
 def close_task(broker: TestBroker, backend: str | None, host: str = "") -> Any:
+    """The task shop.close of a new app, with this backend for results and this virtual host."""
     url = f"{broker.endpoint.replace('http', 'timeball', 1)}/{host}"
     app = Celery("shop", broker=url, backend=backend, control=Control, set_as_current=False)
 
@@ -40,7 +41,7 @@ def test_the_result_of_a_cancelled_task_is_revoked(broker: TestBroker) -> None:
     results = [close.apply_async(countdown=60) for _ in range(2)]
     results[0].revoke()
     for verdict in ("cancelled", "already_cancelled"):
-        assert [each.verdict for each in close.app.control.revoke([results[1].id])] == [verdict]
+        assert [answer.verdict for answer in close.app.control.revoke([results[1].id])] == [verdict]
     for result in results:
         assert result.state == states.REVOKED
         with pytest.raises(TaskRevokedError):
@@ -84,7 +85,7 @@ def test_a_revoke_cancels_nothing_of_another_virtual_host(broker: TestBroker) ->
         close.apply_async(countdown=60, task_id="order-17")
     broker.client().send("reminders", "x", after="1h", keys="order-17")
     for verdict in ("cancelled", "not_found"):
-        assert [(each.subject, each.verdict) for each in shop.app.control.revoke("order-17")] == [
+        assert [(answer.subject, answer.verdict) for answer in shop.app.control.revoke("order-17")] == [
             ("order-17", verdict)
         ]
         assert len(broker.pending("revoke-bank-celery")) == len(broker.pending("reminders")) == 1
@@ -93,7 +94,9 @@ def test_a_revoke_cancels_nothing_of_another_virtual_host(broker: TestBroker) ->
 
 def test_an_id_that_cannot_be_a_key_does_not_stop_the_others_of_a_list(broker: TestBroker) -> None:
     close = close_task(broker, "cache+memory://")
-    good, odd, rest = (close.apply_async(countdown=60, task_id=id) for id in ("good-1", "order 17", "rest-1"))
-    verdicts = close.app.control.revoke([good.id, odd.id, rest.id])
-    assert [each.verdict for each in verdicts] == ["cancelled", "not_found", "cancelled"]
-    assert (good.state, odd.state, rest.state) == (states.REVOKED, states.PENDING, states.REVOKED)
+    first, with_blank, last = (
+        close.apply_async(countdown=60, task_id=task_id) for task_id in ("first-1", "order 17", "last-1")
+    )
+    verdicts = close.app.control.revoke([first.id, with_blank.id, last.id])
+    assert [verdict.verdict for verdict in verdicts] == ["cancelled", "not_found", "cancelled"]
+    assert (first.state, with_blank.state, last.state) == (states.REVOKED, states.PENDING, states.REVOKED)

@@ -27,7 +27,7 @@ def test_a_virtual_host_becomes_a_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("eta", "due_ms"),
+    ("eta", "after_ms"),  # the due time is this long after 09:30 UTC
     [
         ("2027-01-31T09:30:00+00:00", 0),
         ("2027-01-31T09:30:00Z", 0),
@@ -38,9 +38,9 @@ def test_a_virtual_host_becomes_a_prefix() -> None:
         ("2027-01-31T09:30:00.001001+00:00", 2),
     ],
 )
-def test_an_eta_becomes_a_due_time_rounded_up(eta: str, due_ms: int) -> None:
+def test_an_eta_becomes_a_due_time_rounded_up(eta: str, after_ms: int) -> None:
     begin = datetime(2027, 1, 31, 9, 30, tzinfo=UTC)
-    assert messages.due_ms(eta) == int(begin.timestamp() * 1000) + due_ms
+    assert messages.due_ms(eta) == int(begin.timestamp() * 1000) + after_ms
 
 
 def test_an_eta_before_1970_is_rounded_up_too_and_a_wrong_one_refused() -> None:
@@ -51,6 +51,7 @@ def test_an_eta_before_1970_is_rounded_up_too_and_a_wrong_one_refused() -> None:
 
 
 def message(**headers: object) -> dict[str, object]:
+    """A message as kombu gives it to the transport, with these headers and the id "m"."""
     return {
         "body": "W10=",
         "headers": headers,
@@ -86,7 +87,7 @@ def test_a_received_payload_has_no_eta() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", b"\xff", b"[]", b'{"properties": 1}', b"{}"])
-def test_a_body_that_is_not_kombus_has_no_payload(body: bytes) -> None:
+def test_a_body_that_is_no_message_of_kombu_has_no_payload(body: bytes) -> None:
     assert messages.payload_of(body, "m", {}) is None
 
 
@@ -95,12 +96,12 @@ OCCURRENCE = {"schedule": "shop-report", "occurrence": "2027-01-31T10:30:00", "s
 
 def test_the_task_id_of_an_occurrence_is_unique_and_the_same_at_each_delivery() -> None:
     body = json.dumps(message(id=None, root_id=None, task="shop.report")).encode()
-    first, again, other = (
+    first, redelivered, second = (
         messages.payload_of(body, name, OCCURRENCE) for name in ("report.1", "report.1", "report.2")
     )
-    assert first is not None and other is not None and first == again
+    assert first is not None and second is not None and first == redelivered
     assert first["headers"]["id"] == first["headers"]["root_id"] == first["properties"]["correlation_id"]
-    assert first["headers"]["id"] != other["headers"]["id"] and "expires" not in first["headers"]
+    assert first["headers"]["id"] != second["headers"]["id"] and "expires" not in first["headers"]
 
 
 def test_the_expiry_of_an_occurrence_counts_from_its_scheduled_time() -> None:

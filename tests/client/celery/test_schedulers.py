@@ -30,8 +30,8 @@ CLASS = "timeball.client.celery.schedulers:TimeballScheduler"
 
 @pytest.fixture
 def broker() -> Iterator[TestBroker]:
-    with TestBroker() as running:
-        yield running
+    with TestBroker() as broker:
+        yield broker
 
 
 class Shop:
@@ -44,7 +44,7 @@ class Shop:
         self.app.conf.update(
             beat_schedule=beat_schedule,
             broker_connection_retry_on_startup=True,
-            result_expires=None,  # no entry of Celery's own
+            result_expires=None,  # else Celery adds an entry for the cleanup of results
             worker_hijack_root_logger=False,
         )
 
@@ -55,7 +55,7 @@ class Shop:
         self.app.finalize()
 
     def beat(self) -> TimeballScheduler:
-        """What `celery beat` does when it starts: one tick."""
+        """Start beat and run its first tick, which stores the entries. Closes the scheduler if the tick raises."""
         service = Service(self.app, scheduler_cls=CLASS)
         assert isinstance(service.scheduler, TimeballScheduler)
         try:
@@ -67,35 +67,38 @@ class Shop:
 
     @contextmanager
     def worker(self) -> Iterator[None]:
+        """Run a worker of the application in a thread."""
         with start_worker(self.app, pool="solo", perform_ping_check=False, loglevel="WARNING"):
             yield
 
 
 def entry(schedule: Any = 60.0, kind: str = "daily", **more: Any) -> dict[str, Any]:
+    """An entry of `beat_schedule` for the task shop.report."""
     return {"task": "shop.report", "schedule": schedule, "args": [kind], **more}
 
 
 def names(ball: Timeball) -> list[str]:
-    return [each.name for each in ball.schedules.all()]
+    """The names of all schedules of the broker."""
+    return [schedule.name for schedule in ball.schedules.all()]
 
 
 def test_each_occurrence_and_each_run_by_hand_is_a_task_with_its_own_id(broker: TestBroker) -> None:
     shop = Shop(broker, {"report": entry(crontab(minute=0, hour="*/6"))})
-    shop.beat().close()  # from here on there is no beat
+    shop.beat().close()  # the broker sends the tasks, without beat
     with shop.worker():
         for number in range(1, 5):
             broker.clock.advance("6h")
-            eventually(lambda number=number: len(dict(shop.ran)) == number, "an occurrence")
+            eventually(lambda number=number: len(dict(shop.ran)) == number, "the occurrence has run")
         assert {kind for _, kind in shop.ran} == {"daily"}
         with broker.client() as ball:
             assert ball.schedules.get("shop-report").runs == 4
             ball.schedules.run("shop-report")
-            eventually(lambda: len(dict(shop.ran)) == 5, "a run by hand")
+            eventually(lambda: len(dict(shop.ran)) == 5, "the run by hand has run")
 
 
 def test_several_beats_at_once_store_each_schedule_once(broker: TestBroker) -> None:
-    beat = {"report": entry(), "weekly": entry(crontab(day_of_week="mon"), "weekly")}
-    shops = [Shop(broker, beat) for _ in range(3)]
+    entries = {"report": entry(), "weekly": entry(crontab(day_of_week="mon"), "weekly")}
+    shops = [Shop(broker, entries) for _ in range(3)]
     threads = [threading.Thread(target=lambda shop=shop: shop.beat().close()) for shop in shops]
     for thread in threads:
         thread.start()
@@ -104,20 +107,20 @@ def test_several_beats_at_once_store_each_schedule_once(broker: TestBroker) -> N
     with broker.client() as ball:
         before = ball.schedules.all()
         assert names(ball) == ["shop-report", "shop-weekly"] and len(broker.pending("celery")) == 2
-        Shop(broker, beat).beat().close()
-        assert ball.schedules.all() == before, "a further start changes nothing"
+        Shop(broker, entries).beat().close()
+        assert ball.schedules.all() == before, "another start changes no schedule"
 
 
 def test_a_beat_deletes_schedules_of_removed_entries_and_no_others(broker: TestBroker) -> None:
     with broker.client() as ball:
-        ball.schedules.put("mine", {"every": "1m"}, topic="celery", body="x")
+        ball.schedules.put("by-hand", {"every": "1m"}, topic="celery", body="x")
         Shop(broker, {"report": entry(), "old": entry()}).beat().close()
-        other = Shop(broker, {"report": entry()})
-        other.app.main = "bakery"
-        other.beat().close()
-        assert names(ball) == ["bakery-report", "mine", "shop-old", "shop-report"]
+        bakery = Shop(broker, {"report": entry()})
+        bakery.app.main = "bakery"
+        bakery.beat().close()
+        assert names(ball) == ["bakery-report", "by-hand", "shop-old", "shop-report"]
         Shop(broker, {"report": entry(kind="weekly")}).beat().close()
-        assert names(ball) == ["bakery-report", "mine", "shop-report"]
+        assert names(ball) == ["bakery-report", "by-hand", "shop-report"]
         assert len(broker.pending("celery")) == 3
 
 
@@ -127,14 +130,18 @@ def test_a_running_beat_stores_changed_entries_at_its_next_tick(broker: TestBrok
         beat.add(name="more", **entry(30.0))
         assert beat.tick() == beat.max_interval and names(ball) == ["shop-more", "shop-report"]
         ball.schedules.delete("shop-more")
-        assert beat.tick() == beat.max_interval and names(ball) == ["shop-report"], "nothing has changed"
+        assert beat.tick() == beat.max_interval and names(ball) == ["shop-report"], (
+            "beat stores nothing, because its entries have not changed"
+        )
         del beat.schedule["report"]
         beat.tick()
-        assert names(ball) == ["shop-more"], "the entries of beat, and no other"
+        assert names(ball) == ["shop-more"], (
+            "a changed entry makes beat store all of its entries, and delete the other"
+        )
     beat.close()
 
 
-def test_an_entry_with_the_name_of_anothers_schedule_is_refused_and_nothing_stored(
+def test_an_entry_with_the_name_of_a_foreign_schedule_is_refused_and_nothing_stored(
     broker: TestBroker,
 ) -> None:
     with broker.client() as ball:
@@ -156,7 +163,7 @@ def test_a_beat_tries_again_if_no_broker_answers(broker: TestBroker) -> None:
     beat = Shop(broker, {"report": entry()}).beat()
     beat.add(name="more", **entry(30.0))
     broker.stop()
-    assert beat.tick() == 1.0, "it tries again"
+    assert beat.tick() == 1.0, "seconds until beat tries again"
     beat.close()
 
 
@@ -182,26 +189,26 @@ def test_of_several_missed_times_only_the_last_is_delivered(broker: TestBroker) 
     shop = Shop(broker, {"report": entry(timedelta(hours=1))})
     shop.beat().close()
     with broker.client() as ball:
-        ball.schedules.pause("shop-report")  # stands for a broker that is down
+        ball.schedules.pause("shop-report")  # in the place of a broker that is down
         broker.clock.advance("5h")
         ball.schedules.resume("shop-report")
     with shop.worker():
         broker.clock.advance("1s")
-        eventually(lambda: shop.ran, "the last missed time")
+        eventually(lambda: shop.ran, "the occurrence of the last missed time has run")
         shop.app.send_task("shop.report", ["end"])
-        eventually(lambda: shop.ran[-1][1] == "end", "the task behind it")
+        eventually(lambda: shop.ran[-1][1] == "end", "the task after the occurrence has run")
         assert [kind for _, kind in shop.ran] == ["daily", "end"]
 
 
 def test_an_occurrence_whose_expiry_has_passed_by_the_workers_clock_does_not_run() -> None:
-    """The broker's clock is in 2020, so an expiry that counts from there has passed on the worker's clock."""
+    """The expiry counts from the broker's time in 2020, so by the worker's clock it has passed."""
     with TestBroker(start="2020-01-01T00:00:00Z") as broker:
         shop = Shop(broker, {"short": entry(crontab(), "short", options={"expires": 30})})
         shop.beat().close()
         with shop.worker():
             broker.clock.advance("1m")
             shop.app.send_task("shop.report", ["end"])
-            eventually(lambda: shop.ran, "the task behind it")
+            eventually(lambda: shop.ran, "the task after the occurrence has run")
             assert [kind for _, kind in shop.ran] == ["end"]
 
 
@@ -222,5 +229,5 @@ def test_after_a_cancelled_occurrence_the_next_one_is_pending(broker: TestBroker
     assert pending.id == f"shop-report.{pending.due_ms}"
     with broker.client() as ball:
         assert ball.cancel(pending.id).verdict == "cancelled"
-    (following,) = broker.pending("celery")
-    assert following.due - pending.due == timedelta(minutes=1)
+    (next_pending,) = broker.pending("celery")
+    assert next_pending.due - pending.due == timedelta(minutes=1)
