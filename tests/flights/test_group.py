@@ -1,4 +1,4 @@
-"""The demo's group: three nodes that serve, one of which is killed."""
+"""The cluster of the demo: three nodes, of which the leader is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.etcd_cluster import need_etcd
 def test_another_node_leads_when_the_leader_is_killed(tmp_path: Path) -> None:
     need_etcd()
     with group_in(tmp_path / "data", "hour_log") as group, group.client() as ball:
-        before = ball.send("kept", "x", after="1h", retry=True)
-        told = group.kill_leader()
-        assert "which led, was killed at noon" in told
-        assert ball.get(before.id).state == "waiting"
+        receipt = ball.send("kept", "x", after="1h", retry=True)
+        report = group.kill_leader()
+        assert "which led, was killed at noon" in report
+        assert ball.get(receipt.id).state == "waiting"

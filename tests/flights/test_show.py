@@ -1,4 +1,4 @@
-"""The steps of the demo: what is printed when, and how memory at rest is read."""
+"""The printed steps of the demo, its count of pending messages, and its reading of memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tests.node_fixture import running_node
 from timeball.io.clock import ManualClock
 
 
-def test_each_step_is_one_line_with_the_seconds_it_took(capsys: pytest.CaptureFixture[str]) -> None:
-    """The seconds of a step, and of all, are those of the clock."""
+def test_each_step_is_printed_as_one_line_with_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = ManualClock()
     steps = Steps(clock, quiet=False)
     clock.advance(1_500)
@@ -21,27 +20,26 @@ def test_each_step_is_one_line_with_the_seconds_it_took(capsys: pytest.CaptureFi
     clock.advance(500)
     assert steps.done("two") == 0.5
     assert steps.total_s == 2.0
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert [line.split(" ", 1)[1] for line in shown.err.splitlines()] == ["one (1.5 s)", "two (0.5 s)"]
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert [line.split(" ", 1)[1] for line in output.err.splitlines()] == ["one (1.5 s)", "two (0.5 s)"]
 
 
-def test_quiet_steps_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """With --json stderr is for errors."""
+def test_quiet_steps_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json only errors go to standard error."""
     steps = Steps(ManualClock(), quiet=True)
     with steps.busy("at work"):
         steps.done("one")
     assert capsys.readouterr() == ("", "")
 
 
-def test_skipped_benchmarks_are_reported_and_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_is_printed_without_a_time_unless_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     Steps(ManualClock(), quiet=False).left_out("nothing is compacted")
     Steps(ManualClock(), quiet=True).left_out("nothing is compacted")
     assert capsys.readouterr().err == "– nothing is compacted\n"
 
 
-def test_pending_messages_are_counted_wherever_they_are(tmp_path: Path) -> None:
-    """In the tail, near its instant, in the table."""
+def test_pending_messages_of_the_tail_and_of_the_table_are_counted(tmp_path: Path) -> None:
     with running_node(tmp_path / "d") as node, node.client() as ball:
         ball.send_many([{"body": "x", "after": "86400s"} for _ in range(7)], topic="t")
         assert _waiting_rows(ball) == 7
@@ -50,8 +48,8 @@ def test_pending_messages_are_counted_wherever_they_are(tmp_path: Path) -> None:
         assert _waiting_rows(ball) == 9
 
 
-def test_memory_at_rest_is_what_the_process_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes, of this process here: more than Python needs, less than the machine has."""
+def test_memory_at_rest_is_measured_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node runs in this process, which holds more than 10 MB and less than 100 GB."""
     monkeypatch.setattr(show, "REST_S", 0.0)
     monkeypatch.setattr(show, "LOOK_S", 0.0)
     with running_node(tmp_path / "d") as node, node.client() as ball:

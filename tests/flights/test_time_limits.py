@@ -23,6 +23,7 @@ class _SlowClock(ManualClock):
 
 @pytest.fixture(autouse=True)
 def measured_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the test measure the slowness itself, with a program that starts at once, and forget the result."""
     monkeypatch.setattr(time_limits, "START", [sys.executable, "-c", "pass"])
     time_limits.slowness.cache_clear()
     yield
@@ -36,7 +37,7 @@ def test_a_slow_start_makes_the_limits_longer(start_s: float, factor: float) -> 
     assert time_limits.measure(clock) == pytest.approx(factor)
 
 
-def test_a_limit_is_the_idle_one_times_the_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_is_multiplied_by_the_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "QUIET_START_S", 1e-9)
     assert time_limits.limit_s(2.0) == 2.0 * time_limits.slowness() > 1_000
 

@@ -1,4 +1,4 @@
-"""A test of an application: it moves the clock of a real broker, and looks at the messages."""
+"""TestBroker as a test of an application uses it: it moves the clock of a real broker, and reads the messages."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def broker() -> Iterator[TestBroker]:
 
 
 def call(broker: TestBroker, method: str, path: str, body: Any = None) -> Any:
+    """Call the HTTP API of the broker, and return its JSON answer. Raises HTTPError for a refusal."""
     request = urllib.request.Request(
         broker.endpoint + path,
         None if body is None else json.dumps(body).encode(),
@@ -76,44 +77,44 @@ def test_a_cancelled_message_is_not_released(broker: TestBroker) -> None:
 
 
 def test_a_handler_runs_at_the_due_time_and_again_after_a_failure(broker: TestBroker) -> None:
-    seen: list[tuple[timedelta, int]] = []
+    runs: list[tuple[timedelta, int]] = []  # time since the begin, and number of earlier attempts
     begin = broker.clock.now
 
     def fail_twice(message: ReleasedMessage) -> None:
-        seen.append((broker.clock.now - begin, message.attempts))
+        runs.append((broker.clock.now - begin, message.attempts))
         if message.attempts < 2:
             raise ValueError("not yet")
 
     broker.handle("retries", fail_twice, group="retries")
     broker.client().send("retries", b"x", after="1h")
-    # A redelivery is no new message.
+    # `advance` returns a message once, whatever its number of deliveries.
     assert bodies(broker.clock.advance("1d")) == [b"x"]
     hour = timedelta(hours=1)
-    assert seen == [(hour, 0), (hour + timedelta(seconds=10), 1), (hour + timedelta(seconds=40), 2)]
+    assert runs == [(hour, 0), (hour + timedelta(seconds=10), 1), (hour + timedelta(seconds=40), 2)]
 
 
 def test_an_import_without_the_extra_broker_names_it() -> None:
     program = "import sys; sys.modules['numpy'] = None; import timeball.testing"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ran.stderr.endswith(f"ModuleNotFoundError: {not_installed_text('numpy', 'broker')}\n")
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.stderr.endswith(f"ModuleNotFoundError: {not_installed_text('numpy', 'broker')}\n")
 
 
 def test_a_handler_that_raises_retry_runs_later_and_one_that_raises_dead_makes_a_dead_letter(
     broker: TestBroker,
 ) -> None:
-    begin, seen = broker.clock.now, list[timedelta]()
+    begin, run_times = broker.clock.now, list[timedelta]()
 
-    def retry_once(message: ReleasedMessage) -> None:
-        seen.append(broker.clock.now - begin)
+    def retry_and_give_up(message: ReleasedMessage) -> None:
+        run_times.append(broker.clock.now - begin)
         if message.attempts == 0:
             raise Retry("5m")
         raise Dead("no such order")
 
-    broker.handle("retried", retry_once, group="retriers")
+    broker.handle("retried", retry_and_give_up, group="retriers")
     client = broker.client()
     client.send("retried", b"17", after="1m")
     broker.clock.advance("1d")
-    assert seen == [timedelta(minutes=1), timedelta(minutes=6)]
+    assert run_times == [timedelta(minutes=1), timedelta(minutes=6)]
     (letter,) = client.dead_letters("retriers").dead_letters
     assert (letter.reason, letter.attempts) == ("Dead: no such order", 2)
 
@@ -121,10 +122,10 @@ def test_a_handler_that_raises_retry_runs_later_and_one_that_raises_dead_makes_a
 def test_a_failed_handler_is_logged_and_gets_the_number_of_earlier_attempts(
     broker: TestBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen = []
+    attempts: list[int] = []
 
     def give_up(message: ReleasedMessage) -> None:
-        seen.append(message.attempts)
+        attempts.append(message.attempts)
         if message.attempts == 2:
             raise Dead("no answer")
         raise ConnectionError("the bank does not answer")
@@ -132,9 +133,9 @@ def test_a_failed_handler_is_logged_and_gets_the_number_of_earlier_attempts(
     broker.handle("counting", give_up, group="counters")
     broker.client().send("counting", b"17", after="1m")
     broker.clock.advance("1d")
-    assert seen == [0, 1, 2]
+    assert attempts == [0, 1, 2]
     failures = [record for record in caplog.records if record.name == "timeball.testing.broker"]
-    assert [record.exc_info is not None for record in failures] == [True, True]  # Dead is an answer
+    assert [record.exc_info is not None for record in failures] == [True, True], "Dead is no failure"
     assert "topic=counting attempts=0" in failures[0].getMessage()
 
 
@@ -180,7 +181,7 @@ def test_an_advance_runs_a_push_and_its_retry(broker: TestBroker) -> None:
         call(broker, "DELETE", "/v1/subscriptions/pushed")
 
 
-def test_pushes_come_at_their_times_although_the_filter_skips_messages_between_them(
+def test_pushes_are_made_at_their_due_times_although_the_filter_skips_messages_between_them(
     broker: TestBroker,
 ) -> None:
     with receiver_of(lambda _: Reply()) as receiver:
@@ -190,13 +191,18 @@ def test_pushes_come_at_their_times_although_the_filter_skips_messages_between_t
         for minute in range(1, 11):
             client.send("filtered", f"{minute}", after=f"{minute}m", tag="red" if minute % 2 else "blue")
         broker.clock.advance("1h")
-        pushed = [(int(each.body), int(each.headers["webhook-timestamp"])) for each in receiver.requests]
+        pushed = [
+            (int(request.body), int(request.headers["webhook-timestamp"])) for request in receiver.requests
+        ]
         assert pushed == [(minute, (begin_ms + minute * 60_000) // 1_000) for minute in (1, 3, 5, 7, 9)]
         call(broker, "DELETE", "/v1/subscriptions/filtered")
 
 
 def trace_of_daily_runs(days: int) -> list[object]:
-    """Run a daily job that schedules its next run and fails at times, beside messages that are due together."""
+    """Run a daily job that schedules its next run, beside messages that are due together. Each fifth attempt fails.
+
+    Returns each attempt with its time, and then each released message.
+    """
     trace: list[object] = []
     with TestBroker(start=START) as broker:
         client = broker.client()
@@ -235,26 +241,26 @@ def test_many_runs_give_the_same_trace() -> None:
 
 def test_a_handler_gets_a_visible_message_before_the_clock_moves(broker: TestBroker) -> None:
     begin = broker.clock.now
-    seen: list[datetime] = []
-    broker.handle("visible", lambda message: seen.append(broker.clock.now), group="visible")
+    run_times: list[datetime] = []
+    broker.handle("visible", lambda message: run_times.append(broker.clock.now), group="visible")
     broker.client().send("visible", b"x")
     assert broker.clock.advance("1d") == []
-    assert seen == [begin]
+    assert run_times == [begin]
 
 
 def test_a_handler_can_advance_the_clock_beyond_the_end_of_the_outer_advance(broker: TestBroker) -> None:
-    begin, seen = broker.clock.now, list[tuple[bytes, timedelta]]()
+    begin, runs = broker.clock.now, list[tuple[bytes, timedelta]]()
 
     def take_two_hours(message: ReleasedMessage) -> None:
-        seen.append((message.body, broker.clock.now - begin))
+        runs.append((message.body, broker.clock.now - begin))
         broker.clock.advance("2h")
 
     broker.handle("long-jobs", take_two_hours)
     for hour in (1, 2):
         broker.client().send("long-jobs", str(hour).encode(), after=f"{hour}h")
     assert bodies(broker.clock.advance("90m")) == [b"1", b"2"]
-    assert seen == [(b"1", timedelta(hours=1)), (b"2", timedelta(hours=2))]
-    assert broker.clock.now - begin == timedelta(hours=4)
+    assert runs == [(b"1", timedelta(hours=1)), (b"2", timedelta(hours=2))]
+    assert broker.clock.now - begin == timedelta(hours=4), "the second handler began at 2 h and took 2 h"
 
 
 def test_the_clock_moves_only_forward(broker: TestBroker) -> None:
@@ -273,7 +279,7 @@ def test_a_failed_assertion_lists_the_pending_messages(broker: TestBroker) -> No
         broker.assert_scheduled("listed", key="other")
     with pytest.raises(AssertionError, match=r"0 messages .*due .*\n  .*, keys k"):
         broker.assert_scheduled("listed", after="2d")
-    broker.clock.advance("1d")  # later tests find nothing pending
+    broker.clock.advance("1d")  # releases the message, which later tests would find
 
 
 def test_a_restarted_broker_continues_at_the_time_of_its_stop(tmp_path: Path) -> None:
@@ -281,15 +287,15 @@ def test_a_restarted_broker_continues_at_the_time_of_its_stop(tmp_path: Path) ->
         broker.client().send("kept", b"x", after="400d")
         broker.client().send("kept", b"first", after="300d")
         broker.clock.advance("300d")
-        stopped = broker.clock.now
+        stop_time = broker.clock.now
     with TestBroker(start=START, data=tmp_path / "data") as broker:
-        assert broker.clock.now >= stopped
+        assert broker.clock.now >= stop_time
         assert bodies(broker.clock.advance("100d")) == [b"x"]
 
 
 def test_a_clock_can_begin_in_1970() -> None:
-    with TestBroker(start="1970-01-01T00:00:00Z") as first:
-        assert first.clock.now_ms == 0
+    with TestBroker(start="1970-01-01T00:00:00Z") as broker:
+        assert broker.clock.now_ms == 0
 
 
 @pytest.mark.parametrize("settings", [{"no_setting": 1}, {"durability": "none"}, {"host": "192.0.2.1"}])
@@ -299,9 +305,9 @@ def test_a_start_that_fails_leaves_no_thread_and_no_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads = set(threading.enumerate())
     broker = TestBroker(**settings)
-    with pytest.raises(Exception):  # noqa: B017  # of the settings or of the system
+    with pytest.raises(Exception):  # noqa: B017 - an error of the settings or of the system
         broker.start()
-    # Threads of earlier tests may end meanwhile.
+    # No thread is new. Threads of earlier tests may have ended.
     assert set(threading.enumerate()) <= threads and list(tmp_path.iterdir()) == []
 
 
@@ -326,11 +332,12 @@ def test_each_interface_has_a_port(broker: TestBroker) -> None:
     assert min(broker.ports.values()) > 0
 
 
-async def _send(broker: TestBroker) -> None:
+async def send_async(broker: TestBroker) -> None:
+    """Send a message by the broker's asynchronous client."""
     async with broker.async_client() as client:
         await client.send("awaited", b"x", after="1m")
 
 
-def test_an_asyncio_client_reaches_the_broker(broker: TestBroker) -> None:
-    asyncio.run(_send(broker))
+def test_an_asyncio_client_sends_to_the_broker(broker: TestBroker) -> None:
+    asyncio.run(send_async(broker))
     assert bodies(broker.clock.advance("1m")) == [b"x"]

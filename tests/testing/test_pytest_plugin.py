@@ -1,4 +1,4 @@
-"""The fixtures in a test session of their own, as an application's."""
+"""The fixtures of the pytest plugin, in a separate test session as an application has it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_not_scheduled(timeball_broker):
 
 def test_pytest_finds_the_fixtures_in_an_application_without_an_import(tmp_path: Path) -> None:
     (tmp_path / "test_application.py").write_text(SESSION)
-    run = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
         capture_output=True, text=True, timeout=BOUND_S, check=False, cwd=tmp_path,
     )  # fmt: skip
-    # The last test of SESSION must fail, which shows that `assert_scheduled` can.
-    assert "1 failed, 3 passed" in run.stdout, run.stdout
-    assert "0 messages are scheduled with topic 'orders'; pending are: none" in run.stdout
+    # The last test of SESSION must fail: this shows that `assert_scheduled` can fail.
+    assert "1 failed, 3 passed" in process.stdout, process.stdout
+    assert "0 messages are scheduled with topic 'orders'; pending are: none" in process.stdout
