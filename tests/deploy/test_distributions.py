@@ -1,4 +1,4 @@
-"""The two projects of a release: no file is in both, together they are the package, and the client runs alone."""
+"""The two projects of a release: together they have each file of the package once, and the client works alone."""
 
 from __future__ import annotations
 
@@ -28,57 +28,64 @@ for name in json.loads(sys.argv[1]):
         print(error.name, error)
 """
 
-IMPORTED = """
+IMPORT_CLIENT = """
 import importlib, json, pkgutil, sys
 
 import timeball.client
 
-for found in pkgutil.walk_packages(timeball.client.__path__, "timeball.client."):
-    importlib.import_module(found.name)
+for module in pkgutil.walk_packages(timeball.client.__path__, "timeball.client."):
+    importlib.import_module(module.name)
 print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "timeball"]))
 """
 
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of the client's and of the broker's project."""
     return write_projects(ROOT, tmp_path_factory.mktemp("projects"))
 
 
 def files(project: Path) -> set[str]:
-    """Return the source files of a project, without those that a build makes."""
-    found = [path for path in (project / "src/timeball").rglob("*") if path.is_file()]
+    """Return the source files of a project, without files that a build makes, as paths within the project."""
+    paths = [path for path in (project / "src/timeball").rglob("*") if path.is_file()]
     return {
         path.relative_to(project).as_posix()
-        for path in found
+        for path in paths
         if path.suffix not in (".pyc", ".so") and "_generated" not in path.parts
     }
 
 
-def test_each_file_is_in_one_of_them(projects: tuple[Path, Path]) -> None:
+def test_each_file_is_in_one_of_the_projects_except_the_init_of_the_package(
+    projects: tuple[Path, Path],
+) -> None:
     client, broker = map(files, projects)
     assert client | broker == files(ROOT)
-    # Which Cython looks at. It is in no wheel of the broker: tests/test_wheel.py.
+    # Cython needs this file to find the package. No wheel of the broker has it: tests/test_wheel.py.
     assert client & broker == {"src/timeball/__init__.py"}
 
 
-def test_the_client_needs_no_other_package(projects: tuple[Path, Path], tmp_path: Path) -> None:
-    alone = str(projects[0] / "src")
+def test_the_client_works_without_the_project_of_the_broker(
+    projects: tuple[Path, Path], tmp_path: Path
+) -> None:
+    client = str(projects[0] / "src")
     with running_node(tmp_path / "data") as node:
-        ran = run(CLIENT, node.http_endpoint, PYTHONPATH=alone)
-        assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
-        ran = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"], PYTHONPATH=alone)
-        assert ran.stdout.splitlines() == ["2 [b'x', b'y']"], ran.stderr
+        result = run(CLIENT, node.http_endpoint, PYTHONPATH=client)
+        assert result.stdout.splitlines() == ["True visible", "cancelled"], result.stderr
+        result = run(COLUMNS, node.http_endpoint, node.endpoint, extras=["arrow"], PYTHONPATH=client)
+        assert result.stdout.splitlines() == ["2 [b'x', b'y']"], result.stderr
 
 
 def test_the_client_has_the_modules_that_it_imports_and_no_others(projects: tuple[Path, Path]) -> None:
     client = projects[0] / "src"
-    there = {
+    modules = {
         ".".join(path.relative_to(client).with_suffix("").parts).removesuffix(".__init__")
         for path in client.rglob("*.py")
     }
-    command = [sys.executable, "-P", "-c", IMPORTED]
-    ran = subprocess.run(command, env=environment(PYTHONPATH=str(client)), capture_output=True, check=True)
-    assert set(json.loads(ran.stdout)) == there - {"timeball.__main__"}
+    command = [sys.executable, "-P", "-c", IMPORT_CLIENT]
+    process = subprocess.run(
+        command, env=environment(PYTHONPATH=str(client)), capture_output=True, check=True
+    )
+    assert set(json.loads(process.stdout)) == modules - {"timeball.__main__"}
 
 
 def test_the_import_of_a_missing_package_names_the_extra(projects: tuple[Path, Path]) -> None:
@@ -86,25 +93,31 @@ def test_the_import_of_a_missing_package_names_the_extra(projects: tuple[Path, P
     packages = [path.parent.name for path in (broker / "src/timeball").glob("*/__init__.py")]
     names = [f"timeball.{package}" for package in sorted(packages)]
     assert len(names) == 12
-    others = ["timeball.client.gone", "cli", "timeball.testing.pytest_plugin"]
-    ran = run(IMPORTS, json.dumps([*names, *others]), PYTHONPATH=str(client / "src"))
+    other_modules = ["timeball.client.gone", "cli", "timeball.testing.pytest_plugin"]
+    result = run(IMPORTS, json.dumps([*names, *other_modules]), PYTHONPATH=str(client / "src"))
     extras = {"timeball.cli": "cli", "timeball.spark": "spark"}
-    assert ran.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         *(f"{name} {not_installed_text(name, extras.get(name, 'broker'))}" for name in names),
         "timeball.client.gone No module named 'timeball.client.gone'",
         "cli No module named 'cli'",
         f"timeball.testing {not_installed_text('timeball.testing', 'broker')}",
-    ], ran.stderr
-    ran = run("from timeball import testing", PYTHONPATH=str(client / "src"))
-    assert ran.stderr.endswith(f"ModuleNotFoundError: {not_installed_text('timeball.testing', 'broker')}\n")
-    ran = run(IMPORTS, json.dumps(["timeball.model", "timeball.broker.gone"]))
-    assert ran.stdout == "timeball.broker.gone No module named 'timeball.broker.gone'\n", "the control"
+    ], result.stderr
+    result = run("from timeball import testing", PYTHONPATH=str(client / "src"))
+    assert result.stderr.endswith(
+        f"ModuleNotFoundError: {not_installed_text('timeball.testing', 'broker')}\n"
+    )
+    result = run(IMPORTS, json.dumps(["timeball.model", "timeball.broker.gone"]))
+    assert result.stdout == "timeball.broker.gone No module named 'timeball.broker.gone'\n", (
+        "the control: with both projects only a module that does not exist fails"
+    )
 
 
 def test_the_broker_requires_the_client_of_its_version_and_the_extras_require_the_broker(
     projects: tuple[Path, Path],
 ) -> None:
-    client, broker = (tomllib.loads((each / "pyproject.toml").read_text())["project"] for each in projects)
+    client, broker = (
+        tomllib.loads((project / "pyproject.toml").read_text())["project"] for project in projects
+    )
     assert (broker["name"], broker["version"], broker["dependencies"]) == (
         "timeball-broker", __version__, [f"timeball=={__version__}"],
     )  # fmt: skip
@@ -119,15 +132,15 @@ def test_the_broker_requires_the_client_of_its_version_and_the_extras_require_th
         *extras.pop("cli"),
     ]
     assert client["optional-dependencies"] == extras
-    # The others are for programs that only have the client, or come with `broker`.
-    of_cli = {name for name, lines in extras.items() if "timeball[cli]" in lines}
-    assert of_cli == {"broker", "spark", "kafka"}
+    # The other extras are for programs that have only the client, or come with `broker`.
+    with_cli = {name for name, lines in extras.items() if "timeball[cli]" in lines}
+    assert with_cli == {"broker", "spark", "kafka"}
 
 
-def test_tables_are_written_as_they_are_read() -> None:
+def test_a_table_that_is_written_as_toml_is_read_back_unchanged() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     for name in ("project", "build-system", "dependency-groups"):
         table = {name: tomllib.loads(text)[name]}
         assert tomllib.loads(toml(table)) == table
-    strange = {"a": {"b.c": {"*": ['"é\n\\'], "d": [{"e f": True}]}}}
-    assert tomllib.loads(toml(strange)) == strange
+    with_special_characters = {"a": {"b.c": {"*": ['"é\n\\'], "d": [{"e f": True}]}}}
+    assert tomllib.loads(toml(with_special_characters)) == with_special_characters

@@ -68,6 +68,7 @@ every = pytest.mark.parametrize("values", list(ALL.values()), ids=list(ALL))
 
 
 def helm(verb: str, *values: str) -> subprocess.CompletedProcess[str]:
+    """Run helm on the chart with these values. A rendered release has the name "there"."""
     assert HELM is not None
     release = ["there"] if verb == "template" else []
     options = [f"--set={value}" for value in values]
@@ -76,30 +77,31 @@ def helm(verb: str, *values: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*values: str) -> dict[str, dict[str, Any]]:
-    """Return the documents by kind and name."""
-    ran = helm("template", *values)
-    assert ran.returncode == 0, ran.stderr
-    documents = [document for document in yaml.safe_load_all(ran.stdout) if document]
+    """Return the rendered documents by "Kind/name"."""
+    process = helm("template", *values)
+    assert process.returncode == 0, process.stderr
+    documents = [document for document in yaml.safe_load_all(process.stdout) if document]
     return {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
 
 
-def pod(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    spec: dict[str, Any] = found["StatefulSet/there-timeball"]["spec"]["template"]["spec"]
+def pod(documents: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the spec of the pods of the broker."""
+    spec: dict[str, Any] = documents["StatefulSet/there-timeball"]["spec"]["template"]["spec"]
     return spec
 
 
 @needs_helm
 @every
-def test_helm_has_nothing_to_say(values: list[str]) -> None:
-    linted = helm("lint", *values)
-    assert linted.returncode == 0 and "[ERROR]" not in linted.stdout, linted.stdout
-    assert "[WARNING]" not in linted.stdout, linted.stdout
+def test_helm_lints_the_chart_without_a_warning(values: list[str]) -> None:
+    process = helm("lint", *values)
+    assert process.returncode == 0 and "[ERROR]" not in process.stdout, process.stdout
+    assert "[WARNING]" not in process.stdout, process.stdout
 
 
 @needs_helm
-def test_a_broker_that_others_reach_in_plain_text_must_be_asked_for() -> None:
-    refused = helm("template")
-    assert refused.returncode == 1 and "allowPlaintext=true" in refused.stderr
+def test_a_broker_without_tls_is_refused_unless_the_values_allow_it() -> None:
+    process = helm("template")
+    assert process.returncode == 1 and "allowPlaintext=true" in process.stderr
 
 
 @needs_helm
@@ -111,63 +113,70 @@ def test_a_broker_that_others_reach_in_plain_text_must_be_asked_for() -> None:
         "env[0].name=TIMEBALL_PORT", "env[0].name=a-b", "env[0].value=nameless", "envFrom=secret",
     ],
 )  # fmt: skip
-def test_values_that_cannot_be_are_refused(wrong: str) -> None:
-    refused = helm("template", *PLAIN, wrong)
-    assert refused.returncode == 1 and "schema" in refused.stderr, refused.stderr
+def test_invalid_values_are_refused_by_the_schema(wrong: str) -> None:
+    process = helm("template", *PLAIN, wrong)
+    assert process.returncode == 1 and "schema" in process.stderr, process.stderr
 
 
 @needs_helm
 @every
-def test_a_broker_takes_the_settings(values: list[str], tmp_path: Path) -> None:
-    found = rendered(*values)
-    settings = settings_of(found, tmp_path)
+def test_a_broker_accepts_the_rendered_settings_and_their_files_are_mounted(
+    values: list[str], tmp_path: Path
+) -> None:
+    documents = rendered(*values)
+    settings = settings_of(documents, tmp_path)
     assert settings.host == "0.0.0.0"
-    (container,) = pod(found)["containers"]
+    (container,) = pod(documents)["containers"]
     mounted = {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     files = ("tls_cert", "tls_key", "access_file", "replication_ca", "etcd_ca", "etcd_cert", "etcd_key",
              "etcd_password_file")  # fmt: skip
-    named = {name: getattr(settings, name) for name in files if getattr(settings, name)}
-    for path in (settings.data, *named.values()):
+    paths = {name: getattr(settings, name) for name in files if getattr(settings, name)}
+    for path in (settings.data, *paths.values()):
         assert mounted & {Path(path), *Path(path).parents}, path
     name = name_of(values)
-    assert len(named) == {"full": 3, "full-cluster": len(files), "full-bridges": len(files)}.get(name, 0)
+    assert len(paths) == {"full": 3, "full-cluster": len(files), "full-bridges": len(files)}.get(name, 0)
     if "full" in name:
         assert (settings.retention_ms, settings.queues_per_topic) == (24 * 3_600_000, 4)
         assert not settings.auto_create_topics and not settings.allow_plaintext
 
 
 def name_of(values: list[str]) -> str:
-    (name,) = [name for name, own in ALL.items() if own is values]
+    """Return the name of these values in ALL."""
+    (name,) = [name for name, named_values in ALL.items() if named_values is values]
     return name
 
 
-def settings_of(found: dict[str, dict[str, Any]], folder: Path) -> Settings:
-    """Return the settings of the broker: of a node as the first pod has its name."""
-    text = found["ConfigMap/there-timeball"]["data"]["timeball.toml"]
+def settings_of(documents: dict[str, dict[str, Any]], folder: Path) -> Settings:
+    """Return the rendered settings of the broker, in a cluster those of the first pod. Writes them to the folder."""
+    text = documents["ConfigMap/there-timeball"]["data"]["timeball.toml"]
     (folder / "timeball.toml").write_text(text)
-    own = (
-        {"node": "there-timeball-0"} if "StatefulSet/there-timeball" in found and replicas(found) > 1 else {}
+    node = (
+        {"node": "there-timeball-0"}
+        if "StatefulSet/there-timeball" in documents and replicas(documents) > 1
+        else {}
     )
-    return build_settings(folder / "timeball.toml", own)
+    return build_settings(folder / "timeball.toml", node)
 
 
-def replicas(found: dict[str, dict[str, Any]]) -> int:
-    return int(found["StatefulSet/there-timeball"]["spec"]["replicas"])
+def replicas(documents: dict[str, dict[str, Any]]) -> int:
+    """Return the number of pods of the broker."""
+    return int(documents["StatefulSet/there-timeball"]["spec"]["replicas"])
 
 
-def containers(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [container for spec in pod_specs(found).values() for container in spec["containers"]]
+def containers(documents: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the containers of all pods."""
+    return [container for spec in pod_specs(documents).values() for container in spec["containers"]]
 
 
 @needs_helm
 @every
-def test_the_command_line_takes_every_argument(values: list[str], tmp_path: Path) -> None:
-    found = rendered(*values)
-    settings_of(found, tmp_path)
-    for container in containers(found):
+def test_the_command_line_accepts_the_arguments_of_each_container(values: list[str], tmp_path: Path) -> None:
+    documents = rendered(*values)
+    settings_of(documents, tmp_path)  # writes the file that the arguments name
+    for container in containers(documents):
         words = [word.replace("/etc/timeball/timeball.toml", str(tmp_path / "timeball.toml"))
                  for word in container["args"]]  # fmt: skip
-        parsed(words, {each["name"]: each.get("value", "x") for each in container.get("env", [])})
+        parsed(words, {variable["name"]: variable.get("value", "x") for variable in container.get("env", [])})
 
 
 def test_an_argument_that_the_command_line_does_not_know_is_noticed() -> None:
@@ -176,7 +185,7 @@ def test_an_argument_that_the_command_line_does_not_know_is_noticed() -> None:
 
 
 @needs_helm
-def test_the_environment_is_the_users_and_no_service_adds_to_it() -> None:
+def test_a_container_has_only_the_variables_of_the_values_and_none_of_services() -> None:
     (container,) = pod(rendered(*FULL))["containers"]
     assert container["env"] == [
         {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"},
@@ -187,25 +196,25 @@ def test_the_environment_is_the_users_and_no_service_adds_to_it() -> None:
         assert spec["enableServiceLinks"] is False
 
 
-def test_the_variable_that_a_service_named_timeball_would_add_is_a_setting() -> None:
-    """The reason for no service links: with them a release named timeball would not start."""
-    ran = run_here("serve", TIMEBALL_PORT="tcp://10.0.0.1:7400")
-    assert ran.returncode == 2 and "--port" in ran.stderr
+def test_the_variable_that_a_service_named_timeball_would_add_is_refused_as_a_setting() -> None:
+    """With service links, Kubernetes would set this variable for a release named timeball, which could not start."""
+    result = run_here("serve", TIMEBALL_PORT="tcp://10.0.0.1:7400")
+    assert result.returncode == 2 and "--port" in result.stderr
 
 
 @needs_helm
-def test_nothing_may_write_but_to_its_volumes_and_no_right_is_gained() -> None:
+def test_containers_write_only_to_volumes_have_no_capabilities_and_do_not_run_as_root() -> None:
     spec = pod(rendered(*FULL))
     assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
     dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
     assert (
         f"USER {spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}" in dockerfile
     )
-    for each in pod_specs(rendered(*FULL_BRIDGES)).values():
-        assert each["securityContext"] == spec["securityContext"]
-        assert not each["automountServiceAccountToken"]
-        volumes = {volume["name"] for volume in each["volumes"]} | {"data"}
-        for container in [*each["containers"], *each.get("initContainers", [])]:
+    for pod_spec in pod_specs(rendered(*FULL_BRIDGES)).values():
+        assert pod_spec["securityContext"] == spec["securityContext"]
+        assert not pod_spec["automountServiceAccountToken"]
+        volumes = {volume["name"] for volume in pod_spec["volumes"]} | {"data"}
+        for container in [*pod_spec["containers"], *pod_spec.get("initContainers", [])]:
             security = container["securityContext"]
             assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
             assert security["capabilities"] == {"drop": ["ALL"]}
@@ -214,33 +223,35 @@ def test_nothing_may_write_but_to_its_volumes_and_no_right_is_gained() -> None:
 
 @needs_helm
 @pytest.mark.parametrize(("values", "scheme"), [(PLAIN, "HTTP"), (FULL, "HTTPS")], ids=["plain", "full"])
-def test_probes_ports_and_scrapes_are_those_of_a_broker(values: list[str], scheme: str) -> None:
-    found = rendered(*values)
-    (container,) = pod(found)["containers"]
+def test_probes_ports_and_the_service_monitor_are_those_of_a_broker(values: list[str], scheme: str) -> None:
+    documents = rendered(*values)
+    (container,) = pod(documents)["containers"]
     for probe, path in (("startup", "ready"), ("readiness", "ready"), ("liveness", "live")):
-        asked = container[f"{probe}Probe"]["httpGet"]
-        assert asked == {"path": f"/health/{path}", "port": "http", "scheme": scheme}
+        request = container[f"{probe}Probe"]["httpGet"]
+        assert request == {"path": f"/health/{path}", "port": "http", "scheme": scheme}
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    defaults = {f.default for f in Settings.__dataclass_fields__.values() if f.name.endswith("port")}
-    # The chart runs a broker alone; the port between nodes of a cluster is not open then.
+    defaults = {
+        field.default for field in Settings.__dataclass_fields__.values() if field.name.endswith("port")
+    }
+    # Without a cluster, the port between nodes is not open.
     assert set(ports.values()) == defaults - {Settings().replication_port}
-    selector = found["StatefulSet/there-timeball"]["spec"]["selector"]["matchLabels"]
+    selector = documents["StatefulSet/there-timeball"]["spec"]["selector"]["matchLabels"]
     for name in ("there-timeball", "there-timeball-pods"):
-        service = found[f"Service/{name}"]["spec"]
+        service = documents[f"Service/{name}"]["spec"]
         assert {port["targetPort"]: port["port"] for port in service["ports"]} == ports
         assert service["selector"] == selector
     if values is FULL:
-        monitor = found["ServiceMonitor/there-timeball"]["spec"]
+        monitor = documents["ServiceMonitor/there-timeball"]["spec"]
         (endpoint,) = monitor["endpoints"]
         assert (endpoint["port"], endpoint["scheme"]) == ("http", "https")
         scraped = [
-            name for name, document in found.items() if name.startswith("Service/")
+            name for name, document in documents.items() if name.startswith("Service/")
             and monitor["selector"]["matchLabels"].items() <= document["metadata"]["labels"].items()
         ]  # fmt: skip
-        assert scraped == ["Service/there-timeball"], "each figure once"
-        assert found["Service/there-timeball"]["metadata"]["labels"][monitor["jobLabel"]] == "timeball"
+        assert scraped == ["Service/there-timeball"], "of the two services, Prometheus scrapes one"
+        assert documents["Service/there-timeball"]["metadata"]["labels"][monitor["jobLabel"]] == "timeball"
     else:
-        assert not [name for name in found if name.startswith("ServiceMonitor")]
+        assert not [name for name in documents if name.startswith("ServiceMonitor")]
 
 
 # ---- three pods that keep one log -----------------------------------------------------------------------------------
@@ -248,7 +259,7 @@ def test_probes_ports_and_scrapes_are_those_of_a_broker(values: list[str], schem
 
 @needs_helm
 @pytest.mark.parametrize(
-    ("without", "says"),
+    ("without", "error_text"),  # a value that is left out, or is added if it begins with +
     [
         ("cluster.etcd.endpoints", "cluster.etcd.endpoints"),
         ("tls.caSecretName", "tls.caSecretName"),
@@ -260,71 +271,79 @@ def test_probes_ports_and_scrapes_are_those_of_a_broker(values: list[str], schem
         ("+settings.etcd=elsewhere", "schema"),
     ],
 )
-def test_a_cluster_that_could_not_start_is_refused(without: str, says: str) -> None:
+def test_values_with_which_a_cluster_could_not_start_are_refused(without: str, error_text: str) -> None:
     values = [value for value in FULL_CLUSTER if not value.startswith(without)]
-    refused = helm("template", *values, *([without[1:]] if without.startswith("+") else []))
-    assert refused.returncode == 1 and says in refused.stderr, refused.stderr
+    process = helm("template", *values, *([without[1:]] if without.startswith("+") else []))
+    assert process.returncode == 1 and error_text in process.stderr, process.stderr
 
 
 @needs_helm
 @pytest.mark.parametrize("values", [CLUSTER, FULL_CLUSTER], ids=["cluster", "full-cluster"])
-def test_three_pods_find_each_other_and_lie_apart(values: list[str], tmp_path: Path) -> None:
-    found = rendered(*values)
-    settings = settings_of(found, tmp_path)
-    stateful = found["StatefulSet/there-timeball"]["spec"]
+def test_three_pods_have_names_to_find_each_other_and_run_on_different_machines(
+    values: list[str], tmp_path: Path
+) -> None:
+    documents = rendered(*values)
+    settings = settings_of(documents, tmp_path)
+    stateful = documents["StatefulSet/there-timeball"]["spec"]
     assert (stateful["replicas"], stateful["podManagementPolicy"]) == (3, "Parallel"), (
-        "one alone is not ready"
+        "a single node is not ready, so the next must not wait for it"
     )
-    (container,) = pod(found)["containers"]
-    given = {each["name"]: each for each in container["env"]}
-    assert given["TIMEBALL_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
-    # Kubernetes puts the variable in, if it stands before. The headless service gives pods their names.
-    assert given["TIMEBALL_ADVERTISE"]["value"] == f"$(TIMEBALL_NODE).{stateful['serviceName']}.default.svc"
-    assert list(given).index("TIMEBALL_NODE") < list(given).index("TIMEBALL_ADVERTISE")
-    headless = found[f"Service/{stateful['serviceName']}"]["spec"]
+    (container,) = pod(documents)["containers"]
+    env = {variable["name"]: variable for variable in container["env"]}
+    assert env["TIMEBALL_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    # Kubernetes replaces a variable that is defined earlier. The headless service gives the pods their host names.
+    assert env["TIMEBALL_ADVERTISE"]["value"] == f"$(TIMEBALL_NODE).{stateful['serviceName']}.default.svc"
+    assert list(env).index("TIMEBALL_NODE") < list(env).index("TIMEBALL_ADVERTISE")
+    headless = documents[f"Service/{stateful['serviceName']}"]["spec"]
     assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["replication"] == settings.replication_port
     assert {port["targetPort"]: port["port"] for port in headless["ports"]} == ports
-    clients = {port["targetPort"] for port in found["Service/there-timeball"]["spec"]["ports"]}
+    clients = {port["targetPort"] for port in documents["Service/there-timeball"]["spec"]["ports"]}
     assert clients == set(ports) - {"replication"}
-    # A node without a leader is not ready, and a new start would not help it.
+    # A node without a leader is not ready, and a restart would not change this, so the startup probe does not ask.
     assert container["startupProbe"]["httpGet"]["path"] == "/health/live"
     assert container["readinessProbe"]["httpGet"]["path"] == "/health/ready"
-    (apart,) = pod(found)["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    budget = found["PodDisruptionBudget/there-timeball"]["spec"]
-    own = stateful["selector"]["matchLabels"]
-    assert apart["labelSelector"]["matchLabels"] == budget["selector"]["matchLabels"] == own
-    assert apart["topologyKey"] == "kubernetes.io/hostname" and budget["maxUnavailable"] == 1
+    (anti_affinity,) = pod(documents)["affinity"]["podAntiAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    budget = documents["PodDisruptionBudget/there-timeball"]["spec"]
+    labels = stateful["selector"]["matchLabels"]
+    assert anti_affinity["labelSelector"]["matchLabels"] == budget["selector"]["matchLabels"] == labels
+    assert anti_affinity["topologyKey"] == "kubernetes.io/hostname" and budget["maxUnavailable"] == 1
 
 
 @needs_helm
 @pytest.mark.parametrize("values", [CLUSTER, FULL_CLUSTER], ids=["cluster", "full-cluster"])
-def test_a_job_makes_the_group_of_these_pods(values: list[str], tmp_path: Path) -> None:
-    found = rendered(*values)
-    ((name, job),) = [(name, document) for name, document in found.items() if name.startswith("Job/")]
+def test_a_job_creates_the_group_of_the_rendered_pods(values: list[str], tmp_path: Path) -> None:
+    documents = rendered(*values)
+    ((name, job),) = [(name, document) for name, document in documents.items() if name.startswith("Job/")]
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    settings_of(found, tmp_path)
+    settings_of(documents, tmp_path)
     words = [word.replace("/etc/timeball", str(tmp_path)) for word in container["args"]]
-    asked = parsed(words, {})
-    assert asked["nodes"].split(",") == [f"there-timeball-{number}" for number in range(replicas(found))]
+    options = parsed(words, {})
+    assert options["nodes"].split(",") == [
+        f"there-timeball-{number}" for number in range(replicas(documents))
+    ]
     assert container["args"][:4] == ["cluster", "init", "--settings", "/etc/timeball/timeball.toml"]
-    own = found["StatefulSet/there-timeball"]["spec"]["selector"]["matchLabels"]
-    assert not own.items() <= job["spec"]["template"]["metadata"]["labels"].items(), "no client is led to it"
-    again = rendered(*values, "settings.retention_ms=25h")
-    assert name not in again, "a job cannot be changed, so another text is another job"
+    labels_of_pods = documents["StatefulSet/there-timeball"]["spec"]["selector"]["matchLabels"]
+    assert not labels_of_pods.items() <= job["spec"]["template"]["metadata"]["labels"].items(), (
+        "the service sends no client to the pod of the job"
+    )
+    changed = rendered(*values, "settings.retention_ms=25h")
+    assert name not in changed, "Kubernetes cannot change a job, so other settings give it another name"
     mounted = {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
-    settings = settings_of(found, tmp_path)
+    settings = settings_of(documents, tmp_path)
     for path in filter(None, (settings.etcd_ca, settings.etcd_key, settings.etcd_password_file)):
         assert mounted & {Path(path), *Path(path).parents}, path
 
 
 @needs_helm
-def test_an_affinity_takes_the_place_of_the_charts_own() -> None:
-    wanted = "podAntiAffinity.preferredDuringSchedulingIgnoredDuringExecution"
-    found = rendered(*CLUSTER, f"affinity.{wanted}[0].weight=1")
-    assert pod(found)["affinity"] == {
+def test_an_affinity_of_the_values_replaces_the_default_of_the_chart() -> None:
+    rule = "podAntiAffinity.preferredDuringSchedulingIgnoredDuringExecution"
+    documents = rendered(*CLUSTER, f"affinity.{rule}[0].weight=1")
+    assert pod(documents)["affinity"] == {
         "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}
     }
     assert "affinity" not in pod(rendered(*PLAIN))
@@ -336,51 +355,54 @@ def test_an_affinity_takes_the_place_of_the_charts_own() -> None:
 @pytest.mark.parametrize(
     "values", [PLAIN, ["tls.secretName=pair", "tls.caSecretName=pair"]], ids=["plain", "tls"]
 )
-def test_three_processes_of_the_rendered_cluster_are_one(values: list[str], tmp_path: Path) -> None:
-    """The rendered settings, arguments and probes, on three addresses of this machine's loopback."""
+def test_three_processes_with_the_rendered_settings_form_a_cluster(values: list[str], tmp_path: Path) -> None:
+    """They run with the rendered arguments and probes, on three addresses of the loopback."""
     need_etcd()
     pair = certificate(tmp_path / "pair", *(address(number) for number in range(3)))
     secrets = {"tls/tls.crt": pair.cert, "tls/tls.key": pair.key, "ca/ca.crt": pair.roots}
     mounted = {f"/etc/timeball/{name}": file for name, file in secrets.items()} if values is not PLAIN else {}
     with EtcdCluster(tmp_path / "etcd") as etcd:
-        found = rendered(
+        documents = rendered(
             *values, "cluster.enabled=true", f"cluster.etcd.endpoints={{{','.join(etcd.endpoints)}}}"
         )
-        with three_pods(found, tmp_path, mounted) as pods:
-            for host, each in pods.items():
-                each.wait("startupProbe", host)
-            making = job(found, tmp_path / "job")
-            ran = making.run()
-            assert ran.returncode == 0, ran.stderr
-            for host, each in pods.items():
-                each.wait("readinessProbe", host)
-                each.wait("livenessProbe", host)
+        with three_pods(documents, tmp_path, mounted) as pods:
+            for host, pod_process in pods.items():
+                pod_process.wait("startupProbe", host)
+            creation = job(documents, tmp_path / "job")
+            first_run = creation.run()
+            assert first_run.returncode == 0, first_run.stderr
+            for host, pod_process in pods.items():
+                pod_process.wait("readinessProbe", host)
+                pod_process.wait("livenessProbe", host)
             endpoint = ("https://" if mounted else "http://") + ",".join(f"{host}:7480" for host in pods)
             with Timeball(endpoint, tls_roots=Path(pair.roots).read_bytes() if mounted else None) as ball:
                 ball.send("orders", "kept", after="1h", retry=True)
-            again = making.run()
-            assert (again.returncode, again.stdout) == (0, ran.stdout), "as the job of an upgrade does"
+            second_run = creation.run()
+            assert (second_run.returncode, second_run.stdout) == (0, first_run.stdout), (
+                "the job of an upgrade runs again, and changes nothing"
+            )
 
 
 # ---- bridges to Kafka -----------------------------------------------------------------------------------------------
 
 
-def bridge_container(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    (container,) = pod_specs(found)[f"StatefulSet/there-timeball-kafka-{name}"]["containers"]
+def bridge_container(documents: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the container of a bridge to Kafka."""
+    (container,) = pod_specs(documents)[f"StatefulSet/there-timeball-kafka-{name}"]["containers"]
     return dict(container)
 
 
 @needs_helm
 @pytest.mark.parametrize("values", [PLAIN_BRIDGES, FULL_BRIDGES], ids=["plain", "full"])
-def test_a_bridge_is_told_its_topics_and_where_both_sides_are(values: list[str]) -> None:
-    found = rendered(*values)
-    asked = parsed(bridge_container(found, "orders-eu")["args"], {})
-    assert {name: asked[name] for name in ("name", "in_topic", "out_topic", "dead_topic", "start", "bootstrap")} == {
+def test_a_bridge_gets_its_topics_and_the_addresses_of_kafka_and_of_the_broker(values: list[str]) -> None:
+    documents = rendered(*values)
+    orders = parsed(bridge_container(documents, "orders-eu")["args"], {})
+    assert {name: orders[name] for name in ("name", "in_topic", "out_topic", "dead_topic", "start", "bootstrap")} == {
         "name": "orders.eu", "in_topic": "orders.delayed", "out_topic": "orders", "dead_topic": "orders.refused",
         "start": "latest", "bootstrap": "kafka-0:9092,kafka-1:9092",
     }  # fmt: skip
-    small = parsed(bridge_container(found, "mail")["args"], {})
-    assert (small["out_topic"], small["dead_topic"], small["start"], small["config"]) == (
+    mail = parsed(bridge_container(documents, "mail")["args"], {})
+    assert (mail["out_topic"], mail["dead_topic"], mail["start"], mail["config"]) == (
         None,
         None,
         "earliest",
@@ -393,42 +415,47 @@ def test_a_bridge_is_told_its_topics_and_where_both_sides_are(values: list[str])
     ):
         nodes = ",".join(f"{host}:{port}" for host in hosts)
         alone = f"{plain}://there-timeball.default.svc:{port}"
-        assert asked[option] == (f"{secure}://{nodes}" if values is FULL_BRIDGES else alone)
-    for asking, name in ((asked, "orders-eu"), (small, "mail")):
-        container = bridge_container(found, name)
+        assert orders[option] == (f"{secure}://{nodes}" if values is FULL_BRIDGES else alone)
+    for options, name in ((orders, "orders-eu"), (mail, "mail")):
+        container = bridge_container(documents, name)
         mounted = {
             Path(mount["mountPath"]): mount.get("readOnly", False) for mount in container["volumeMounts"]
         }
-        assert mounted[asking["undeliverable"].parent] is False, "on a volume that can be written"
-        claims = found[f"StatefulSet/there-timeball-kafka-{name}"]["spec"]["volumeClaimTemplates"]
+        assert mounted[options["undeliverable"].parent] is False, (
+            "the file of undeliverable records is on a writable volume"
+        )
+        claims = documents[f"StatefulSet/there-timeball-kafka-{name}"]["spec"]["volumeClaimTemplates"]
         assert [claim["metadata"]["name"] for claim in claims] == ["data"]
-        for file in filter(None, (asking["config"], variables(container).get("TIMEBALL_TLS_ROOTS"))):
+        for file in filter(None, (options["config"], variables(container).get("TIMEBALL_TLS_ROOTS"))):
             assert mounted[Path(file).parent] is True, file
         assert ("TIMEBALL_TLS_ROOTS" in variables(container)) is (values is FULL_BRIDGES)
-    assert bridge_container(found, "orders-eu")["envFrom"] == [{"secretRef": {"name": "orders-bridge"}}]
-    assert variables(bridge_container(found, "orders-eu"))["TIMEBALL_LOG_LEVEL"] == "info"
+    assert bridge_container(documents, "orders-eu")["envFrom"] == [{"secretRef": {"name": "orders-bridge"}}]
+    assert variables(bridge_container(documents, "orders-eu"))["TIMEBALL_LOG_LEVEL"] == "info"
 
 
 def variables(container: dict[str, Any]) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container.get("env", [])}
+    """Return the variables of a container with their values. All must have one."""
+    return {variable["name"]: variable["value"] for variable in container.get("env", [])}
 
 
 @needs_helm
-def test_no_client_is_led_to_a_bridge_and_none_to_another() -> None:
-    found = rendered(*PLAIN_BRIDGES)
-    sets = [document for name, document in found.items() if name.startswith("StatefulSet/")]
+def test_the_selector_of_each_stateful_set_matches_only_its_own_pods() -> None:
+    documents = rendered(*PLAIN_BRIDGES)
+    sets = [document for name, document in documents.items() if name.startswith("StatefulSet/")]
     assert len(sets) == 3
-    for one in sets:
-        own = one["spec"]["selector"]["matchLabels"].items()
-        chosen = [each for each in sets if own <= each["spec"]["template"]["metadata"]["labels"].items()]
-        assert chosen == [one]
-    service = found["Service/there-timeball"]["spec"]["selector"]
-    assert service == found["StatefulSet/there-timeball"]["spec"]["selector"]["matchLabels"]
+    for stateful_set in sets:
+        selector = stateful_set["spec"]["selector"]["matchLabels"].items()
+        matching = [
+            other for other in sets if selector <= other["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert matching == [stateful_set]
+    service = documents["Service/there-timeball"]["spec"]["selector"]
+    assert service == documents["StatefulSet/there-timeball"]["spec"]["selector"]["matchLabels"]
 
 
 @needs_helm
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "error_text"),
     [
         ("kafkaBridges[0].name=-a", "schema"), ("kafkaBridges[0].topic=a", "schema"),
         ("kafkaBridges[0].bootstrap={kafka}", "schema"), ("kafkaBridges[0].from=17", "schema"),
@@ -436,20 +463,25 @@ def test_no_client_is_led_to_a_bridge_and_none_to_another() -> None:
         ("kafkaBridges[1].name=orders_EU", "orders.eu and orders_EU are one name"),
     ],
 )  # fmt: skip
-def test_bridges_that_cannot_be_are_refused(wrong: str, says: str) -> None:
-    refused = helm("template", *PLAIN_BRIDGES, wrong)
-    assert refused.returncode == 1 and says in refused.stderr, refused.stderr
+def test_invalid_values_of_bridges_are_refused(wrong: str, error_text: str) -> None:
+    process = helm("template", *PLAIN_BRIDGES, wrong)
+    assert process.returncode == 1 and error_text in process.stderr, process.stderr
 
 
 @needs_helm
 @pytest.mark.slow
-def test_the_rendered_bridge_carries_a_record(tmp_path: Path) -> None:
-    """The rendered arguments between a real broker and the mock cluster of Kafka's client."""
+def test_a_bridge_with_the_rendered_arguments_delivers_a_record(tmp_path: Path) -> None:
+    """It runs between a real broker and the mock cluster of the client of Kafka. Only the addresses are replaced."""
     kafka = SmallKafka()
     kafka.make("orders.delayed", "orders", "orders.delayed.dead", "timeball.orders.position")
-    own = {"name": "orders", "bootstrap": f"{{{kafka.bootstrap}}}", "in": "orders.delayed", "out": "orders"}
-    found = rendered(*PLAIN, *(f"kafkaBridges[0].{name}={value}" for name, value in own.items()))
-    bridge = Pod(tmp_path, bridge_container(found, "orders"))
+    values = {
+        "name": "orders",
+        "bootstrap": f"{{{kafka.bootstrap}}}",
+        "in": "orders.delayed",
+        "out": "orders",
+    }
+    documents = rendered(*PLAIN, *(f"kafkaBridges[0].{name}={value}" for name, value in values.items()))
+    bridge = Pod(tmp_path, bridge_container(documents, "orders"))
     with running_node(tmp_path / "data") as node:
         args = [*bridge.container["args"]]
         endpoint, flight = (args.index(name) + 1 for name in ("--endpoint", "--flight"))
@@ -471,40 +503,40 @@ def test_the_rendered_bridge_carries_a_record(tmp_path: Path) -> None:
 
 
 @needs_helm
-@pytest.mark.parametrize(("values", "ruled"), [(PLAIN, False), (FULL, True)], ids=["plain", "full"])
-def test_the_alerts_are_those_of_the_repository(values: list[str], ruled: bool) -> None:
-    found = rendered(*values)
-    assert ("PrometheusRule/there-timeball" in found) is ruled
-    if ruled:
-        rule = found["PrometheusRule/there-timeball"]
+@pytest.mark.parametrize(("values", "has_rules"), [(PLAIN, False), (FULL, True)], ids=["plain", "full"])
+def test_the_rendered_alerts_are_those_of_the_repository(values: list[str], has_rules: bool) -> None:
+    documents = rendered(*values)
+    assert ("PrometheusRule/there-timeball" in documents) is has_rules
+    if has_rules:
+        rule = documents["PrometheusRule/there-timeball"]
         assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/timeball.rules.yml").read_text())
         assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
 @needs_helm
-def test_a_packed_chart_has_the_alerts_in_it(tmp_path: Path) -> None:
-    """They are a link to the one file; a package must hold what it leads to."""
+def test_a_packed_chart_contains_the_file_of_alerts(tmp_path: Path) -> None:
+    """In the chart they are a link to a file outside of it. A package must have the file itself."""
     command = [str(HELM), "package", str(CHART), "--destination", str(tmp_path)]
-    packed = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert packed.returncode == 0, packed.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     with tarfile.open(*tmp_path.iterdir()) as chart:
         rules = chart.getmember("timeball/files/timeball.rules.yml")
         assert rules.isfile() and rules.size > 0
 
 
-def test_the_values_and_their_schema_name_the_same() -> None:
+def test_the_values_their_schema_and_the_templates_have_the_same_names() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(schema["properties"]) - {"global"} == set(values)
-    own = schema["properties"]["settings"]["propertyNames"]["not"]["enum"]
-    assert not [name for name in own if name not in types()], "no such setting"
-    variables = schema["definitions"]["env"]["items"]["properties"]["name"]["not"]["enum"]
-    assert set(variables) == {f"TIMEBALL_{name.upper()}" for name in [*own, "settings"]}
+    refused_settings = schema["properties"]["settings"]["propertyNames"]["not"]["enum"]
+    assert not [name for name in refused_settings if name not in types()], "no such setting"
+    refused_variables = schema["definitions"]["env"]["items"]["properties"]["name"]["not"]["enum"]
+    assert set(refused_variables) == {f"TIMEBALL_{name.upper()}" for name in [*refused_settings, "settings"]}
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
-    assert not [name for name in values if f".Values.{name}" not in templates], "of no use"
+    assert not [name for name in values if f".Values.{name}" not in templates], "no template uses the value"
 
 
-def test_chart_and_package_are_of_one_version() -> None:
+def test_the_chart_and_compose_have_the_version_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__
     assert f"timeball:{__version__}" in (ROOT / "deploy/docker/compose.yaml").read_text()

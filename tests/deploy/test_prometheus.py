@@ -26,43 +26,50 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (
 
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run promtool with a text as its input."""
     assert PROMTOOL is not None
     return subprocess.run([PROMTOOL, *arguments], input=text, capture_output=True, text=True, check=False)
 
 
 def alerts() -> dict[str, dict[str, Any]]:
+    """Return the rule of each alert, by its name."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 
 
 def panels() -> list[dict[str, Any]]:
+    """Return the panels of the dashboard that show data."""
     return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Yield the place of each query, and the query."""
+    """Yield the place and the text of each query of the alerts and of the dashboard."""
     yield from ((name, rule["expr"]) for name, rule in alerts().items())
     yield from ((panel["title"], target["expr"]) for panel in panels() for target in panel["targets"])
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["name"], variable["query"]["query"]
-    yield from ((each["name"], each["expr"]) for each in DASHBOARD["annotations"]["list"])
+    yield from ((annotation["name"], annotation["expr"]) for annotation in DASHBOARD["annotations"]["list"])
 
 
 def families(text: str) -> dict[str, set[str]]:
-    """Return the metrics of docs/metrics.md with their labels, as Prometheus names their series."""
-    found: dict[str, set[str]] = {}
+    """Return the labels of each series in docs/metrics.md. A histogram has three series."""
+    labels: dict[str, set[str]] = {}
     for row in re.findall(r"^\| `timeball_.*$", text, re.M):
         cells = re.fullmatch(r"\| `(\w+)(?:\{([\w,]+)\})?` \| ([^|]+) \|", row)
         assert cells, row
-        name, own = cells[1], set(filter(None, (cells[2] or "").split(",")))
+        name, own_labels = cells[1], set(filter(None, (cells[2] or "").split(",")))
         if cells[3].startswith("histogram: "):
-            found |= {f"{name}_bucket": own | {"le"}, f"{name}_sum": own, f"{name}_count": own}
+            labels |= {
+                f"{name}_bucket": own_labels | {"le"},
+                f"{name}_sum": own_labels,
+                f"{name}_count": own_labels,
+            }
         else:
-            found[name] = own
+            labels[name] = own_labels
     for name in re.findall(r"`(process_\w+)`", text):
-        found[name] = set()
-    return found
+        labels[name] = set()
+    return labels
 
 
 KNOWN = families(page("docs/metrics.md"))
@@ -81,7 +88,7 @@ def unknown(expression: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("place", "expression"), list(expressions()))
-def test_requested_files_exist(place: str, expression: str) -> None:
+def test_each_query_names_only_metrics_and_labels_that_exist(place: str, expression: str) -> None:
     assert not unknown(expression), place
 
 
@@ -91,31 +98,31 @@ def test_a_metric_or_label_that_is_not_there_is_noticed() -> None:
 
 
 @needs_promtool
-def test_promtool_takes_the_rules_and_the_configuration() -> None:
-    for what, name in (("rules", RULES.name), ("config", "prometheus.yml")):
-        checked = promtool("check", what, str(FOLDER / name))
-        assert checked.returncode == 0, checked.stdout + checked.stderr
+def test_promtool_accepts_the_rules_and_the_configuration() -> None:
+    for kind, name in (("rules", RULES.name), ("config", "prometheus.yml")):
+        process = promtool("check", kind, str(FOLDER / name))
+        assert process.returncode == 0, process.stdout + process.stderr
 
 
 @needs_promtool
 def test_each_alert_fires_when_it_should_and_not_otherwise() -> None:
-    ran = promtool("test", "rules", *map(str, TESTS_OF_RULES))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    process = promtool("test", "rules", *map(str, TESTS_OF_RULES))
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @needs_promtool
 def test_an_alert_that_never_fires_is_noticed(tmp_path: Path) -> None:
-    """The test of each alert fails when its expression finds nothing: so each has one that sees it fire."""
+    """If the expressions find nothing, a test of each alert fails. So each alert has a test in which it fires."""
     rules = yaml.safe_load(RULES.read_text())
     for rule in rules["groups"][0]["rules"]:
         rule["expr"] = f"({rule['expr']}) and on () vector(1) < 0"
     (tmp_path / RULES.name).write_text(yaml.safe_dump(rules))
-    ran = promtool("test", "rules", *(str(shutil.copy(path, tmp_path)) for path in TESTS_OF_RULES))
-    failed = set(re.findall(r"alertname: (\w+)", ran.stdout + ran.stderr))
-    assert ran.returncode == 1 and failed == set(alerts()), ran.stdout + ran.stderr
+    process = promtool("test", "rules", *(str(shutil.copy(path, tmp_path)) for path in TESTS_OF_RULES))
+    failed = set(re.findall(r"alertname: (\w+)", process.stdout + process.stderr))
+    assert process.returncode == 1 and failed == set(alerts()), process.stdout + process.stderr
 
 
-def test_each_alert_says_what_is_so_and_what_to_do() -> None:
+def test_each_alert_has_a_severity_a_summary_an_action_and_an_entry_in_the_documentation() -> None:
     for name, rule in alerts().items():
         assert rule["labels"]["severity"] in ("page", "ticket"), name
         assert set(rule["annotations"]) == {"summary", "action"}, name
@@ -123,7 +130,7 @@ def test_each_alert_says_what_is_so_and_what_to_do() -> None:
 
 
 @needs_promtool
-def test_prometheus_finds_no_fault_in_what_a_broker_says(tmp_path: Path) -> None:
+def test_promtool_finds_no_fault_in_the_metrics_of_a_broker(tmp_path: Path) -> None:
     with (
         running_node(tmp_path / "data", http_port=0) as node,
         node.client() as ball,
@@ -134,35 +141,33 @@ def test_prometheus_finds_no_fault_in_what_a_broker_says(tmp_path: Path) -> None
         url = f"http://127.0.0.1:{node.node.http_port}/metrics"
         with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
             text = answer.read().decode()
-    checked = promtool("check", "metrics", text=text)
-    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    process = promtool("check", "metrics", text=text)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 # ---- the dashboard ------------------------------------------------------------------------------------------
 
 
-def test_panels_say_what_they_show_and_lie_side_by_side() -> None:
+def test_panels_have_descriptions_and_queries_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    taken: set[tuple[int, int]] = set()
+    covered: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
-        own = {
+        cells = {
             (x, y)
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not own & taken and place["x"] + place["w"] <= 24, panel["title"]
-        taken |= own
+        assert not cells & covered and place["x"] + place["w"] <= 24, panel["title"]
+        covered |= cells
     assert all(panel["description"] and panel["targets"] for panel in panels())
 
 
-def test_every_metric_that_a_person_looks_at_is_on_the_dashboard() -> None:
-    shown = " ".join(expression for _, expression in expressions())
-    hidden = {
-        "timeball_build_info",
-        "timeball_pipeline_compacts",
-    }  # a label, and a state of the pipeline's page
+def test_every_metric_except_two_is_on_the_dashboard_or_in_an_alert() -> None:
+    queries = " ".join(expression for _, expression in expressions())
+    # The first has its information only in a label, the second is a state that the page of the pipeline shows.
+    hidden = {"timeball_build_info", "timeball_pipeline_compacts"}
     series = {
         name for name in KNOWN if name.startswith("timeball_") and not name.endswith(("_sum", "_count"))
     }
-    assert not [name for name in series - hidden if name not in shown]
+    assert not [name for name in series - hidden if name not in queries]

@@ -14,7 +14,7 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-def test_drawn_paths_exist() -> None:
+def test_each_query_of_a_drawn_curve_names_only_metrics_that_exist() -> None:
     for _, _, _, curves in scraped.PANELS:
         for query in curves.values():
             assert not unknown(query) and any(name in query for name in KNOWN)
@@ -22,11 +22,11 @@ def test_drawn_paths_exist() -> None:
 
 @pytest.mark.slow
 @needs_prometheus
-def test_a_small_run_is_seen_and_drawn(tmp_path: Path) -> None:
-    found = scraped.run(seconds=6, rows_per_s=20, burst_rows=50)
-    curves = found["curves"]
+def test_a_small_run_is_scraped_and_drawn(tmp_path: Path) -> None:
+    scrapes = scraped.run(seconds=6, rows_per_s=20, burst_rows=50)
+    curves = scrapes["curves"]
     assert set(curves) == {title for title, *_ in scraped.PANELS}
     assert max(curves["Messages"]["released"][1]) > 0
     assert max(curves["What waits"]["near, in memory"][1]) > 0
-    scraped.draw(found, tmp_path / "picture.png", "a small run")
+    scraped.draw(scrapes, tmp_path / "picture.png", "a small run")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -20,18 +20,22 @@ FOLDER = ROOT / "deploy/systemd"
 UNIT = (FOLDER / "timeball.service").read_text()
 ANALYZE = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here (Debian: systemd)")
-EXPOSURE_MAX = 12  # in tenths; a unit without any of these lines has 96
-PR_SET_MDWE, NO_SUCH_SWITCH = 65, 77
+EXPOSURE_MAX = 12  # in tenths, as systemd rates a unit; without the lines on protection it would be 96
+PR_SET_MDWE, NO_SUCH_SWITCH = (
+    65,
+    77,
+)  # the option of prctl, and the exit code of the program if the kernel lacks it
 COMMAND = "/opt/timeball/bin/timeball"
 
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run systemd-analyze."""
     assert ANALYZE is not None
     return subprocess.run([ANALYZE, *arguments], capture_output=True, text=True, check=False)
 
 
 def unit_in(folder: Path, text: str = UNIT) -> Path:
-    """Write the unit with a program that is here in place of the installed one: systemd looks for it."""
+    """Write the unit with Python in the place of the installed program, which systemd would miss. Returns its path."""
     assert COMMAND in text
     unit = folder / "timeball.service"
     unit.write_text(text.replace(COMMAND, sys.executable))
@@ -39,9 +43,9 @@ def unit_in(folder: Path, text: str = UNIT) -> Path:
 
 
 @needs_systemd
-def test_systemd_reads_the_unit(tmp_path: Path) -> None:
-    verified = analyze("verify", "--man=no", str(unit_in(tmp_path)))
-    assert (verified.returncode, verified.stderr) == (0, "")
+def test_systemd_accepts_the_unit_without_a_warning(tmp_path: Path) -> None:
+    process = analyze("verify", "--man=no", str(unit_in(tmp_path)))
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @needs_systemd
@@ -51,9 +55,9 @@ def test_a_word_that_systemd_does_not_know_is_noticed(tmp_path: Path) -> None:
 
 
 @needs_systemd
-def test_little_is_left_open(tmp_path: Path) -> None:
-    judged = analyze("security", "--offline=true", f"--threshold={EXPOSURE_MAX}", str(unit_in(tmp_path)))
-    assert judged.returncode == 0, judged.stdout
+def test_the_exposure_of_the_unit_is_at_most_its_limit(tmp_path: Path) -> None:
+    process = analyze("security", "--offline=true", f"--threshold={EXPOSURE_MAX}", str(unit_in(tmp_path)))
+    assert process.returncode == 0, process.stdout
 
 
 def test_a_process_with_a_set_up_error_is_not_restarted() -> None:
@@ -61,22 +65,22 @@ def test_a_process_with_a_set_up_error_is_not_restarted() -> None:
     assert codes.split() == [str(int(code)) for code in (ExitCode.USAGE, ExitCode.SETUP)]
 
 
-def test_a_broker_takes_the_settings() -> None:
+def test_a_broker_accepts_the_settings_and_its_folders_are_those_of_the_unit() -> None:
     settings = build_settings(FOLDER / "timeball.toml", {})
     (state,) = re.findall(r"^StateDirectory=(.*)$", UNIT, re.M)
     assert settings.data == Path("/var/lib") / state
     assert f"ConfigurationDirectory={Path('/etc/timeball').name}" in UNIT
 
 
-def test_the_settings_that_are_commented_out_exist(tmp_path: Path) -> None:
+def test_a_broker_accepts_the_settings_that_are_commented_out(tmp_path: Path) -> None:
     text = re.sub(r"^# (\w+ = )", r"\1", (FOLDER / "timeball.toml").read_text(), flags=re.M)
     text = text.replace('host = "127.0.0.1"\n', "")
     (tmp_path / "all.toml").write_text(text)
     assert build_settings(tmp_path / "all.toml", {}).advertise
 
 
-def test_a_broker_needs_no_memory_that_is_written_and_run(tmp_path: Path) -> None:
-    """As under MemoryDenyWriteExecute: the kernel's own switch, set in the process that becomes the broker."""
+def test_a_broker_runs_without_memory_that_is_both_writable_and_executable(tmp_path: Path) -> None:
+    """As under MemoryDenyWriteExecute: a process sets this protection of the kernel, and then becomes the broker."""
     program = (
         "import ctypes, os, sys\n"
         f"if ctypes.CDLL(None, use_errno=True).prctl({PR_SET_MDWE}, 1, 0, 0, 0): sys.exit({NO_SUCH_SWITCH})\n"
