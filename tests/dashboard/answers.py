@@ -1,7 +1,4 @@
-"""Answers of a simulated busy broker, for pages that a test's small broker would leave empty.
-
-`texts` is inserted into each text of a message.
-"""
+"""Answers of a simulated busy broker, for pages that the small broker of a test would leave empty."""
 
 from __future__ import annotations
 
@@ -14,11 +11,14 @@ from typing import Any
 
 HOSTILE = "<img src=x onerror=\"alert(1)\"><script>alert('2')</script>\u202e\u0000\u001b[2J{{7*7}}javascript:alert(3)"
 SIZES = {"second": 1_000, "minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
-BUCKETS = {"<=1ms": 56, "<=2ms": 37, "<=5ms": 5, "<=10ms": 1, "<=50ms": 1}  # of a hundred
+BUCKETS = {"<=1ms": 56, "<=2ms": 37, "<=5ms": 5, "<=10ms": 1, "<=50ms": 1}  # lateness of a hundred releases
 
 
 class BusyBroker:
-    """Answers requests; each `GET /v1/broker` finds some more released."""
+    """Answers requests to the HTTP API. At each `GET /v1/broker`, 300 more messages have been released.
+
+    `texts` is added to each text that a user could have chosen. `body` has the fields of a message's body.
+    """
 
     def __init__(self, *, may_admin: bool = True, texts: str = "", body: Any = None) -> None:
         self.may_admin, self.texts = may_admin, texts
@@ -26,6 +26,7 @@ class BusyBroker:
         self.hundreds = 0
 
     def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
+        """Return the status and the JSON value of the answer."""
         parts = path.split("/")[2:]
         match method, *parts:
             case "GET", "broker":
@@ -71,6 +72,7 @@ class BusyBroker:
         return 404, {"status": 404, "code": "not_found", "title": "not_found", "detail": f"no path {path!r}"}
 
     def text(self, plain: str) -> str:
+        """Return a text of a user, with `texts` after it."""
         return f"{plain} {self.texts}" if self.texts else plain
 
     def topics(self) -> list[str]:
@@ -122,13 +124,16 @@ class BusyBroker:
         }  # fmt: skip
 
     def forecast(self, query: dict[str, str]) -> dict[str, Any]:
+        """Return the due load of the window of the query: two waves, with a peak in the middle."""
         size, begin, end = SIZES[query["by"]], at_ms(query["from"]), at_ms(query["to"])
         counts = [
-            round((20 + 15 * math.sin(at / 7) + 8 * math.sin(at / 2)) * size / 1_000)
-            for at in range((end - begin) // size)
+            round((20 + 15 * math.sin(step / 7) + 8 * math.sin(step / 2)) * size / 1_000)
+            for step in range((end - begin) // size)
         ]
         counts[len(counts) // 2] *= 3
-        buckets = [{"from_ms": begin + at * size, "due": n} for at, n in enumerate(counts) if n]
+        buckets = [
+            {"from_ms": begin + step * size, "due": count} for step, count in enumerate(counts) if count
+        ]
         shares = dict(zip(map(self.text, self.topics()), (0.6, 0.3, 0.1), strict=True))
         topics = {name: round(sum(counts) * part) for name, part in shares.items()}
         return {"by": query["by"], "from_ms": begin, "to_ms": end, "buckets": buckets, "topics": topics}
@@ -193,7 +198,7 @@ class BusyBroker:
         }  # fmt: skip
 
     def quarters(self) -> Iterator[dict[str, Any]]:
-        """The times of some days around now, as every rule has them here, in every zone."""
+        """Yield each quarter of an hour for four days from yesterday on, as the times of any rule in any zone."""
         first_ms = now_ms() // 86_400_000 * 86_400_000 - 86_400_000
         for due_ms in range(first_ms, first_ms + 4 * 86_400_000, 900_000):
             local = datetime.fromtimestamp(due_ms / 1_000, UTC).replace(tzinfo=None).isoformat()
@@ -236,6 +241,7 @@ class BusyBroker:
 
 
 def at_ms(text: str) -> int:
+    """Return a time of ISO 8601 as Unix milliseconds."""
     return round(datetime.fromisoformat(text).timestamp() * 1_000)
 
 

@@ -1,4 +1,4 @@
-"""Debian's Chromium, and a tab that records every fault: of the console, of the content policy, and foreign requests.
+"""Chromium of Debian, and a tab that records faults: errors, violations of the policy, requests to other hosts.
 
 Without Chromium the tests are skipped, and the end of the run says so in capitals (tests/not_tested.py). With
 TIMEBALL_INTEROP=required they fail.
@@ -19,7 +19,7 @@ from tests.bounds import BOUND_S
 from tests.interop import environments
 from tests.interop.environments import Missing
 
-# Asked for by the same names as in docs/dashboard.md.
+# The heading of each page by the name in its address.
 PAGES = {
     "punctual": "Punctual",
     "coming": "Coming",
@@ -34,9 +34,9 @@ PAGES = {
     "cluster": "Cluster",
     "node": "Node",
 }
-SHOTS = environments.CACHE / "dashboard"  # git leaves it alone; CI keeps it
+SHOTS = environments.CACHE / "dashboard"  # git ignores this folder, and CI stores it
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
-# A violation of the policy is an event of the page itself.
+# A violation of the content policy is an event of the page. This script reports it as an error of the console.
 LISTEN = "document.addEventListener('securitypolicyviolation', e => console.error(`policy: ${e.violatedDirective}`))"
 
 T = TypeVar("T")
@@ -55,9 +55,9 @@ def needed(find: Callable[[], T]) -> T:
 
 @contextmanager
 def chromium(*options: str) -> Iterator[Browser]:
-    """A running Chromium. Ends with its module: while it runs, this thread's event loop is Playwright's."""
+    """A running Chromium. It must end with its test module, because it occupies the event loop of this thread."""
     program = needed(lambda: environments.tool("chromium", "chromium"))
-    # Root, as in containers, has no sandbox to put it in.
+    # Chromium refuses to run as root with its sandbox. In containers, tests run as root.
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     expect.set_options(timeout=BOUND_S * 1000)
     with sync_playwright() as playwright:
@@ -67,7 +67,10 @@ def chromium(*options: str) -> Iterator[Browser]:
 
 
 class Tab:
-    """A tab at a broker's dashboard. `faults`: the recorded faults. `allowed`: statuses that a test expects."""
+    """A tab with the dashboard of a broker, which records faults.
+
+    Answers with a status in `allowed` are no faults. A 0 in it allows connections that fail.
+    """
 
     def __init__(self, browser: Browser, port: int, **options: Any) -> None:
         self.origin, self.faults = f"http://127.0.0.1:{port}", []
@@ -76,36 +79,38 @@ class Tab:
         self._context.set_default_timeout(BOUND_S * 1000)
         self.page = self._context.new_page()
         self.page.add_init_script(LISTEN)
-        self.page.on("console", self._heard)
+        self.page.on("console", self._note_console)
         self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        self.page.on("request", self._asked)
+        self.page.on("request", self._note_request)
         self.page.on(
             "dialog", lambda dialog: self.faults.append(f"a dialog that the page does not have: {dialog}")
         )
 
-    def _heard(self, message: Any) -> None:
+    def _note_console(self, message: Any) -> None:
+        """Record an error or a warning of the console, unless it is about an allowed status."""
         if message.type not in ("error", "warning"):
             return
-        # Chromium reports statuses from 400 on, and servers that are gone, as errors.
+        # Chromium reports a status from 400 on, and a server that does not answer, as an error.
         if any(f"status of {status}" in message.text for status in self.allowed):
             return
         if 0 in self.allowed and "net::ERR" in message.text:
             return
         self.faults.append(f"console: {message.text}")
 
-    def _asked(self, request: Any) -> None:
+    def _note_request(self, request: Any) -> None:
+        """Record a request to another host than the broker."""
         if not request.url.startswith((self.origin, "data:")):
             self.faults.append(f"asked another host: {request.url}")
 
     def open(self, name: str, **query: str) -> Page:
-        """Go to a page of the dashboard and wait until it is there."""
+        """Open a page of the dashboard, with the parameters of its address, and wait for its heading."""
         text = "&".join(f"{key}={value}" for key, value in query.items())
         self.page.goto(f"{self.origin}/dashboard/#/{name}{'?' + text if text else ''}")
         expect(self.page.locator("h1")).to_have_text(PAGES[name])
         return self.page
 
     def answer(self, answers: Answers) -> None:
-        """Answer the page's requests to the API in the broker's place."""
+        """Answer the requests of the page to the HTTP API in the place of the broker."""
 
         def fulfil(route: Route) -> None:
             url = urlsplit(route.request.url)
@@ -116,7 +121,7 @@ class Tab:
         self.page.route("**/v1/**", fulfil)
 
     def shoot(self, name: str) -> Path:
-        """Take a picture of the page, for people."""
+        """Store a picture of the page in SHOTS, for readers of a failed run. Returns its path."""
         SHOTS.mkdir(parents=True, exist_ok=True)
         path = SHOTS / f"{name}.png"
         self.page.screenshot(path=path)
@@ -128,6 +133,6 @@ class Tab:
 
 def overflow(page: Page) -> int:
     """Return by how many pixels the page, or a table in it, is too wide."""
-    over = "node => node.scrollWidth - node.clientWidth"
+    excess = "node => node.scrollWidth - node.clientWidth"
     frames = "[document.documentElement, ...document.querySelectorAll('.table-frame')]"
-    return int(page.evaluate(f"Math.max(...{frames}.map({over}))"))
+    return int(page.evaluate(f"Math.max(...{frames}.map({excess}))"))

@@ -1,7 +1,7 @@
 """A real busy broker, for tests of every page and for the pictures in docs/.
 
-All its data comes as from users' programs: messages, receives and subscriptions over HTTP. Two things replace what
-would start Spark: the facts of campaigns, and the reports of jobs, which their own writer writes.
+Messages, receives and subscriptions come over HTTP, as from the programs of users. What Spark would do is replaced: the
+states of campaigns are set directly, and the reports of jobs are written by the class that the jobs use.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from timeball.spark.run.runner import Board, Epoch, JobStatus
 TOPICS = ("orders", "reminders", "invoices")
 BATCH = 1_000
 MINUTE_MS, HOUR_MS, DAY_MS = 60_000, 3_600_000, 86_400_000
-FAILING = 16  # more than open the circuit
+FAILING = 16  # messages that the receiver refuses: enough to open the circuit
 PAUSE_S = 0.5
 
 
 @contextmanager
 def busy_node(data: Path, scheduled: int = 20_000) -> Iterator[RunningNode]:
-    """A broker with something on every page, and messages that come and go until the end."""
+    """A broker with data for each page, and with messages that are sent and received until the end of the block."""
     with (
         receiver_of(answer) as receiver,
         running_node(data, http_port=0, push_allow="127.0.0.1") as node,
@@ -50,14 +50,14 @@ def busy_node(data: Path, scheduled: int = 20_000) -> Iterator[RunningNode]:
         select(client)
         report(node)
         subscribe(client, receiver)
-        join(node)
+        join_cluster(node)
         with Traffic(node):
             eventually(lambda: is_busy(client), "every page has something to show")
             yield node
 
 
-def join(node: RunningNode) -> None:
-    """Give the node the status of a leader with two followers."""
+def join_cluster(node: RunningNode) -> None:
+    """Let the node report that it leads two followers. It stays a single node."""
     now_ms = SystemClock().wall_ms()
 
     def figures() -> ReplicaFigures:
@@ -81,7 +81,7 @@ def join(node: RunningNode) -> None:
 # ---- what waits ---------------------------------------------------------------------------------------------------
 
 
-def schedule(client: Client, n: int) -> None:
+def schedule(client: Client, count: int) -> None:
     """Schedule messages for the next hour, day and month, with a peak in each."""
     now_ms = SystemClock().wall_ms()
     lines = [
@@ -94,26 +94,26 @@ def schedule(client: Client, n: int) -> None:
                 "at": now_ms + MINUTE_MS + due_in_ms,
             }
         )
-        for number, due_in_ms in enumerate(instants(n))
+        for number, due_in_ms in enumerate(delays_ms(count))
     ]
-    for at in range(0, n, BATCH):
-        body = "\n".join(lines[at : at + BATCH]).encode()
-        # Most of them for the first topic.
-        topic = TOPICS[(0, 0, 1, 0, 2)[at // BATCH % 5]]
+    for begin in range(0, count, BATCH):
+        body = "\n".join(lines[begin : begin + BATCH]).encode()
+        # Three of five batches are for the first topic.
+        topic = TOPICS[(0, 0, 1, 0, 2)[begin // BATCH % 5]]
         assert client.send(topic, body, content_type="application/x-ndjson").status == 201
 
 
-def instants(n: int) -> Iterator[int]:
-    """Return the delays of the messages, the same for each run."""
-    draw = random.Random(7)
+def delays_ms(count: int) -> Iterator[int]:
+    """Yield the delays of the messages, the same in each run. The load of each span is a wave with a peak."""
+    generator = random.Random(7)
     spans = [(HOUR_MS, 60), (DAY_MS, 24), (30 * DAY_MS, 30)]
     waves = {
-        steps: [0.6 + 0.4 * math.sin(at / 4) + (at == steps * 2 // 5) for at in range(steps)]
+        steps: [0.6 + 0.4 * math.sin(step / 4) + (step == steps * 2 // 5) for step in range(steps)]
         for _, steps in spans
     }
-    for span_ms, steps in draw.choices(spans, (2, 1, 1), k=n):
-        (step,) = draw.choices(range(steps), waves[steps])
-        yield span_ms // steps * step + draw.randrange(span_ms // steps)
+    for span_ms, steps in generator.choices(spans, (2, 1, 1), k=count):
+        (step,) = generator.choices(range(steps), waves[steps])
+        yield span_ms // steps * step + generator.randrange(span_ms // steps)
 
 
 # ---- groups, dead letters, campaigns, jobs ------------------------------------------------------------------------
@@ -122,11 +122,13 @@ def instants(n: int) -> Iterator[int]:
 def fall_behind(client: Client) -> None:
     """Create a group that has read little of its topic, and has leased messages."""
     assert (
-        client.send("mails", [{"body": f"mail {n}", "key": f"customer-{n}"} for n in range(BATCH)]).status
+        client.send(
+            "mails", [{"body": f"mail {number}", "key": f"customer-{number}"} for number in range(BATCH)]
+        ).status
         == 201
     )
     received = client.receive("mails", "mailers", max=64).value["messages"]
-    receipts = [each["receipt"] for each in received[:32]]
+    receipts = [message["receipt"] for message in received[:32]]
     assert (
         client.ask("POST", "/v1/topics/mails/ack", {"receipts": receipts}, query={"group": "mailers"}).status
         == 200
@@ -134,18 +136,18 @@ def fall_behind(client: Client) -> None:
 
 
 def give_up(client: Client) -> None:
-    """Create a group with dead letters, one of them without text."""
+    """Create a group with eight dead letters, of which one has a body that is no text."""
     binary = base64.b64encode(bytes(range(256)) * 4).decode()
     bodies = [{"json": {"order": n, "total": f"{n}.90"}} for n in range(7)] + [{"base64": binary}]
     letters = [{"key": f"order-{n}", "tag": "eu", **body} for n, body in enumerate(bodies)]
     assert client.send("payments", letters).status == 201
-    left = len(letters)
-    while left:
+    unanswered = len(letters)
+    while unanswered:
         messages = client.receive("payments", "accounting").value["messages"]
-        body = {"receipts": [each["receipt"] for each in messages]}
-        gone = client.ask("POST", "/v1/topics/payments/dead-letter", body, query={"group": "accounting"})
-        assert gone.status == 200, gone
-        left -= len(messages)
+        body = {"receipts": [message["receipt"] for message in messages]}
+        answer = client.ask("POST", "/v1/topics/payments/dead-letter", body, query={"group": "accounting"})
+        assert answer.status == 200, answer
+        unanswered -= len(messages)
 
 
 def campaigns(node: RunningNode, client: Client) -> None:
@@ -155,12 +157,12 @@ def campaigns(node: RunningNode, client: Client) -> None:
     planned(node, "tariffs")
     planned(node, "summer-2027")
     for name, verb in (("win-back", "pause"), ("tariffs", "cancel")):
-        changed = client.ask("POST", f"/v1/campaigns/{name}/{verb}", {})
-        assert changed.status == 200, changed
+        answer = client.ask("POST", f"/v1/campaigns/{name}/{verb}", {})
+        assert answer.status == 200, answer
 
 
 def recur(client: Client) -> None:
-    """Create schedules in several states, some of which are due often."""
+    """Create six schedules with rules of each kind, of which one is due often and one is paused."""
     rules: dict[str, dict[str, object]] = {
         "daily-report": {"cron": "0 9 * * *", "zone": "Europe/Berlin"},
         "invoices": {
@@ -173,13 +175,13 @@ def recur(client: Client) -> None:
         "tokyo-open": {"cron": "0 9 * * 1-5", "zone": "Asia/Tokyo"},
     }
     for name, rule in rules.items():
-        wanted = {"rule": rule, "topic": "reminders", "json": {"do": name}}
-        assert client.ask("PUT", f"/v1/schedules/{name}", wanted).status == 201
+        request = {"rule": rule, "topic": "reminders", "json": {"do": name}}
+        assert client.ask("PUT", f"/v1/schedules/{name}", request).status == 201
     assert client.ask("POST", "/v1/schedules/tokyo-open/pause").status == 200
 
 
 def select(client: Client) -> None:
-    """Cancel some messages by a condition, and undo one of two operations."""
+    """Cancel messages by two bulk operations with a condition, and undo the second one."""
     for where in ("tag = 'asia' AND campaign IS NULL", "tag = 'us'"):
         accepted = client.ask(
             "POST", "/v1/selections", {"action": "cancel", "topics": ["invoices"], "where": where}
@@ -213,7 +215,7 @@ def report(node: RunningNode) -> None:
 
 
 def answer(request: Request) -> Reply:
-    """Answer as the receiver of each subscription does."""
+    """Return the answer of the receiver: an error for the path /failing, 410 for /gone, else success."""
     return Reply({"/failing": 500, "/gone": 410}.get(request.path, 204))
 
 
@@ -224,8 +226,8 @@ def subscribe(client: Client, receiver: Receiver) -> None:
         ("orders-to-billing", "orders", "/orders"), ("alerts-to-pager", "alerts", "/failing"),
         ("invoices-to-archive", "invoices", "/invoices"), ("leads-to-crm", "leads", "/gone"),
     ):  # fmt: skip
-        wanted = {"topic": topic, "group": name, "url": base + path}
-        assert client.ask("PUT", f"/v1/subscriptions/{name}", wanted).status == 201
+        request = {"topic": topic, "group": name, "url": base + path}
+        assert client.ask("PUT", f"/v1/subscriptions/{name}", request).status == 201
     assert client.ask("POST", "/v1/subscriptions/invoices-to-archive/pause").status == 200
     assert client.send("alerts", [{"body": "disk full"}] * FAILING).status == 201
     assert client.send("leads", {"body": "a lead"}).status == 201
@@ -235,31 +237,33 @@ def subscribe(client: Client, receiver: Receiver) -> None:
 
 
 class Traffic:
-    """Schedule messages for the next seconds, which a group receives, until the end of the block."""
+    """In its block, one thread schedules messages for the next seconds, and another acknowledges them."""
 
     def __init__(self, node: RunningNode) -> None:
         self._node, self._stopped = node, threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._send, self._receive)]
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._send, self._receive)
+        ]
 
     def __enter__(self) -> Traffic:
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
 
     def _send(self) -> None:
         with client_of(self._node) as client:
-            n = 0
+            batch = 0
             while not self._stopped.wait(PAUSE_S):
-                n += 1
-                rows = 4 + round(3 * math.sin(n / 10))
+                batch += 1
+                rows = 4 + round(3 * math.sin(batch / 10))
                 messages = [
-                    {"json": {"order": n}, "key": f"order-{n}", "after": f"{200 + 370 * at}ms"}
-                    for at in range(rows)
+                    {"json": {"order": batch}, "key": f"order-{batch}", "after": f"{200 + 370 * row}ms"}
+                    for row in range(rows)
                 ]
                 assert client.send("orders", messages).status == 201
 
@@ -268,17 +272,18 @@ class Traffic:
             while not self._stopped.is_set():
                 messages = client.receive("orders", "warehouse", wait="1s").value["messages"]
                 if messages:
-                    body = {"receipts": [each["receipt"] for each in messages]}
+                    body = {"receipts": [message["receipt"] for message in messages]}
                     client.ask("POST", "/v1/topics/orders/ack", body, query={"group": "warehouse"})
 
 
 def is_busy(client: Client) -> bool:
-    """Return whether there is data of each kind."""
+    """Return whether subscriptions of all states exist, and messages have been released and delivered."""
     subscriptions: list[dict[str, Any]] = client.ask("GET", "/v1/subscriptions").value["subscriptions"]
     broker = client.ask("GET", "/v1/broker").value
     return (
-        {each["state"] for each in subscriptions} == {"delivering", "failing", "paused", "gone"}
-        and any(each["delivered"] for each in subscriptions)
+        {subscription["state"] for subscription in subscriptions}
+        == {"delivering", "failing", "paused", "gone"}
+        and any(subscription["delivered"] for subscription in subscriptions)
         and broker["lateness"]["released"] > 0
         and broker["delivered"] > 0
     )

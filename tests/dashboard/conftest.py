@@ -1,4 +1,4 @@
-"""A browser and a node for each module, a tab for each test: a fault in a tab fails its test."""
+"""A browser and a node for each module, and a tab for each test. A fault in a tab fails the test."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.node_fixture import RunningNode, running_node
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
 def axe() -> str:
+    """The script of axe-core, which finds faults of accessibility."""
     return needed(environments.axe).read_text()
 
 
@@ -39,17 +40,17 @@ def client(node: RunningNode) -> Iterator[Client]:
 
 @pytest.fixture
 def tabs(browser: Browser, node: RunningNode) -> Iterator[Callable[..., Tab]]:
-    """Open tabs at the module's node. At the end, fail if any had a fault."""
+    """A function that opens a tab at the node of the module, or at a port. A fault in any tab fails the test."""
     opened: list[Tab] = []
 
-    def tab(port: int = 0, **options: Any) -> Tab:
+    def open_tab(port: int = 0, **options: Any) -> Tab:
         opened.append(Tab(browser, port or node.node.http_port, **options))
         return opened[-1]
 
-    yield tab
-    faults = [fault for each in opened for fault in each.faults]
-    for each in opened:
-        each.close()
+    yield open_tab
+    faults = [fault for opened_tab in opened for fault in opened_tab.faults]
+    for opened_tab in opened:
+        opened_tab.close()
     assert not faults, "\n".join(faults)
 
 

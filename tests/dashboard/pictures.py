@@ -1,8 +1,8 @@
 """`make pictures`: the pictures of the dashboard in docs/pictures, of a real busy broker (busy.py).
 
-Arguments name some of them, such as `schedules schedules-dark`; without arguments all are made.
+Arguments name some pictures, as `schedules schedules-dark`. Without arguments all pictures are made.
 
-Each is a screenshot with a reduced palette: a third of the bytes, without a visible difference.
+Each is a screenshot with a reduced palette, which needs a third of the bytes and shows no visible difference.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tests.dashboard.busy import busy_node
 FOLDER = Path(__file__).parents[2] / "docs/pictures"
 PAGES_SHOWN = (*PAGES, "reference")
 TALL = {"width": 1280, "height": 1450}
-# Each page in both colours, and one on a phone -> how the tab is.
+# The options of the tab for each picture: each page in both colour schemes, and one page on a phone.
 PICTURES: dict[str, dict[str, Any]] = {
     **{page: {"color_scheme": "light"} for page in PAGES_SHOWN},
     **{f"{page}-dark": {"color_scheme": "dark"} for page in PAGES_SHOWN},
     "push-phone": {"viewport": PHONE},
-    # With the day below the list.
+    # These are so tall that the day view below the list is visible.
     "schedules": {"color_scheme": "light", "viewport": TALL},
     "schedules-dark": {"color_scheme": "dark", "viewport": TALL},
 }
 SCHEDULED = 60_000
 CHARTS = ("punctual", "coming")  # pages whose charts grow with the time
-WATCHED_MS = 90_000  # of history, for the charts
+WATCHED_MS = 90_000  # time for which pages with charts collect data
 COLOURS = 128
 
 
@@ -52,7 +52,7 @@ def take(browser: Browser, port: int, names: Sequence[str], watched_ms: int) -> 
     """Open tabs, wait for `watched_ms`, write their pictures, and close them."""
     tabs = {name: Tab(browser, port, **PICTURES[name]) for name in names}
     for name, tab in tabs.items():
-        go(tab, name)
+        open_page(tab, name)
     for name, tab in tabs.items():
         tab.page.bring_to_front()
         tab.page.wait_for_timeout(watched_ms)
@@ -67,7 +67,8 @@ def take(browser: Browser, port: int, names: Sequence[str], watched_ms: int) -> 
         tab.close()
 
 
-def go(tab: Tab, name: str) -> Page:
+def open_page(tab: Tab, name: str) -> Page:
+    """Open the page that a picture shows."""
     page = name.removesuffix("-phone").removesuffix("-dark")
     if page != "reference":
         return tab.open(page)
@@ -76,9 +77,10 @@ def go(tab: Tab, name: str) -> Page:
 
 
 def shrink(path: Path) -> None:
+    """Reduce the palette of a picture in its file."""
     with Image.open(path) as picture:
-        few = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    few.save(path, optimize=True)
+        reduced = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    reduced.save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Actions on the pages, each with a real broker: the page shows the verdict that the broker gave."""
+"""Actions on the pages with a real broker: the page shows the verdict of the broker."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
 def schedule_message(client: Client, topic: str, **message: Any) -> dict[str, Any]:
+    """Send a message that is due in an hour. Returns the answer of the broker."""
     answer = client.send(topic, {"body": "x", "after": "1h", **message})
     assert answer.status == 201, answer
     return dict(answer.value)
 
 
 def find_message(client: Client, message_id: str) -> dict[str, Any]:
-    found = client.ask("GET", f"/v1/messages/{quote(message_id, safe='')}").value["messages"]
-    return dict(found[0])
+    """Return the state of a message at the broker."""
+    messages = client.ask("GET", f"/v1/messages/{quote(message_id, safe='')}").value["messages"]
+    return dict(messages[0])
 
 
 def search_by(tab: Tab, how: str, text: str) -> Page:
-    """The page Waiting after a search that finds one message."""
+    """Open the page Waiting, and search there for a text that one message has. `how` is the label of the search."""
     page = tab.open("waiting")
     page.get_by_label("Find by").select_option(label=how)
     page.get_by_label("Text").fill(text)
@@ -103,7 +105,7 @@ def test_the_verdict_for_a_message_that_was_cancelled_meanwhile_is_shown(
 
 
 def test_pending_messages_are_listed_in_pages_by_due_time(tab: Tab, client: Client) -> None:
-    messages = [{"body": "x", "after": f"{2 + n}h", "key": f"listed-{n}"} for n in range(60)]
+    messages = [{"body": "x", "after": f"{2 + number}h", "key": f"listed-{number}"} for number in range(60)]
     assert client.send("listed", messages).status == 201
     page = tab.open("waiting", topic="listed")
     expect(page.locator("tbody tr")).to_have_count(50)
@@ -118,8 +120,9 @@ def test_pending_messages_are_listed_in_pages_by_due_time(tab: Tab, client: Clie
 
 
 def test_html_in_messages_of_a_real_broker_is_shown_as_text(tab: Tab, client: Client) -> None:
-    printable = "".join(c for c in HOSTILE if c.isprintable() and c != " ")
-    for n, body in enumerate(
+    # The broker allows no blank and no control character in an id or a key.
+    printable = "".join(letter for letter in HOSTILE if letter.isprintable() and letter != " ")
+    for number, body in enumerate(
         (
             {"body": HOSTILE},
             {"base64": base64.b64encode(bytes(range(256))).decode()},
@@ -127,13 +130,14 @@ def test_html_in_messages_of_a_real_broker_is_shown_as_text(tab: Tab, client: Cl
         )
     ):
         sent = client.send(
-            "hostile", {"after": "1h", "id": f"{printable}{n}", "key": f"key-{n}-{printable}", **body}
+            "hostile",
+            {"after": "1h", "id": f"{printable}{number}", "key": f"key-{number}-{printable}", **body},
         )
         assert sent.status == 201, sent
     page = tab.open("waiting", topic="hostile")
     expect(page.locator("tbody tr")).to_have_count(3)
-    for n in range(3):
-        page.locator("tbody button.link").nth(n).click()
+    for row in range(3):
+        page.locator("tbody button.link").nth(row).click()
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text("<script>")
         assert dialog.locator("img, script").count() == 0
@@ -163,7 +167,13 @@ def test_the_page_node_shows_the_version_and_the_process_id(
 
 
 def test_dead_letters_are_shown_resent_and_deleted(tab: Tab, client: Client, node: RunningNode) -> None:
-    given_up(node, client, "letters", "billing", *({"body": HOSTILE, "key": f"dead-{n}"} for n in range(4)))
+    given_up(
+        node,
+        client,
+        "letters",
+        "billing",
+        *({"body": HOSTILE, "key": f"dead-{number}"} for number in range(4)),
+    )
     page = tab.open("groups")
     page.get_by_role("link", name="4").click()
     rows = page.locator("tbody tr")
@@ -172,7 +182,7 @@ def test_dead_letters_are_shown_resent_and_deleted(tab: Tab, client: Client, nod
     expect(page.get_by_role("dialog")).to_contain_text("<script>")
     page.keyboard.press("Escape")
     dialog = page.get_by_role("dialog")
-    for verb, label, status_text, left in (
+    for verb, label, status_text, remaining in (
         ("Send 1 again", "Send again", "1 sent again.", 3),
         ("Delete 1", "Delete", "1 deleted.", 2),
     ):
@@ -181,7 +191,7 @@ def test_dead_letters_are_shown_resent_and_deleted(tab: Tab, client: Client, nod
         dialog.get_by_role("button", name=label).click()
         expect(dialog.get_by_role("status")).to_have_text(status_text)
         dialog.get_by_role("button", name="Close").click()
-        expect(rows).to_have_count(left)
+        expect(rows).to_have_count(remaining)
     page.get_by_role("button", name="All of this group").click()
     dialog.get_by_label("What to do").select_option("delete")
     dialog.get_by_role("button", name="Do it").click()
@@ -235,11 +245,13 @@ def test_campaigns_are_paused_resumed_and_cancelled(tab: Tab, client: Client, no
 
 
 def test_the_page_coming_counts_due_messages_and_zooms_into_a_peak(tab: Tab, client: Client) -> None:
-    # On a whole hour, in a day that no other test sends for.
+    # On this day no other test has messages.
     due = datetime(2031, 1, 31, 9, 30, tzinfo=UTC)
-    many = [{"body": "x", "at": due.isoformat()} for _ in range(30)]
-    late = [{"body": "x", "at": (due + timedelta(hours=5, seconds=7)).isoformat()} for _ in range(7)]
-    assert client.send("coming", many + late).status == 201
+    at_the_peak = [{"body": "x", "at": due.isoformat()} for _ in range(30)]
+    five_hours_later = [
+        {"body": "x", "at": (due + timedelta(hours=5, seconds=7)).isoformat()} for _ in range(7)
+    ]
+    assert client.send("coming", at_the_peak + five_hours_later).status == 201
     midnight = round(due.replace(hour=0, minute=0).timestamp() * 1_000)
     page = tab.open("coming", by="hour", n="24", **{"from": str(midnight)})
     expect(page.locator(".tile-value").first).to_have_text("37")

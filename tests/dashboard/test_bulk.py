@@ -1,4 +1,4 @@
-"""The page of bulk operations, with a real broker: a dry run, an operation, its undo."""
+"""The page of bulk operations with a real broker: dry runs, operations and undo."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from tests.node_fixture import eventually
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
-def sent(client: Client, topic: str, region: str) -> str:
+def send_for_region(client: Client, topic: str, region: str) -> str:
+    """Send a message that is due in an hour, with a region as its key and property. Returns its id."""
     return str(schedule_message(client, topic, key=region, properties={"region": region})["id"])
 
 
 def open_dry_run(tab: Tab, topic: str, where: str) -> Page:
+    """Fill in a topic and a condition, and start a dry run. Does not wait for its result."""
     page = tab.open("bulk")
     page.get_by_label("Topics").fill(topic)
     page.get_by_label("Condition").fill(where)
@@ -28,7 +30,7 @@ def open_dry_run(tab: Tab, topic: str, where: str) -> Page:
 
 
 def test_selected_messages_are_counted_cancelled_and_restored_by_undo(tab: Tab, client: Client) -> None:
-    eu, us = (sent(client, "regions", region) for region in ("eu", "us"))
+    eu, us = (send_for_region(client, "regions", region) for region in ("eu", "us"))
     page = tab.open("bulk")
     expect(page.get_by_text("No bulk operations.")).to_be_visible()
     apply = page.get_by_role("button", name="Apply")
@@ -57,7 +59,9 @@ def test_selected_messages_are_counted_cancelled_and_restored_by_undo(tab: Tab, 
 
 
 @pytest.mark.parametrize(
-    ("label", "own", "shown", "changed"),
+    # The label of the operation, its fields, its description in the dialog and in the list, and the fields of the
+    # message that it changes: a due time by a difference, `{}` stands for the id of the operation.
+    ("label", "fields", "descriptions", "changes"),
     [
         ("Shift", {"Shift by": "-30m"}, ("Shift by -30m", "Shift by \u221230 min"), {"due_ms": -1_800_000}),
         ("Pause", {}, ("Pause", "Pause"), {"reason": "paused by selection {}"}),
@@ -67,38 +71,43 @@ def test_selected_messages_are_counted_cancelled_and_restored_by_undo(tab: Tab, 
     ],
 )
 def test_each_operation_is_applied_with_its_own_fields_after_a_dry_run(
-    tab: Tab, client: Client, label: str, own: dict[str, str], shown: tuple[str, str], changed: dict[str, Any]
+    tab: Tab,
+    client: Client,
+    label: str,
+    fields: dict[str, str],
+    descriptions: tuple[str, str],
+    changes: dict[str, Any],
 ) -> None:
     topic = f"all-{label.lower()}"
-    message_id = sent(client, topic, "eu")
+    message_id = send_for_region(client, topic, "eu")
     if label == "Resume":
         client.ask("POST", "/v1/selections", {"action": "pause", "topics": [topic]})
     before = find_message(client, message_id)
     page = tab.open("bulk")
     page.get_by_label("Operation").select_option(label)
     page.get_by_label("Topics").fill(topic)
-    for name, value in own.items():
+    for name, value in fields.items():
         page.get_by_label(name, exact=True).fill(value)
     page.get_by_role("button", name="Dry run").click()
     expect(page.get_by_text("1 message would be covered now.")).to_be_visible()
     assert find_message(client, message_id) == before
     apply = page.get_by_role("button", name="Apply")
-    if own:  # another value is another request
-        page.get_by_label(next(iter(own)), exact=True).press_sequentially(" ")
+    if fields:  # a changed field needs another dry run
+        page.get_by_label(next(iter(fields)), exact=True).press_sequentially(" ")
         expect(apply).to_be_disabled()
         page.get_by_role("button", name="Dry run").click()
     apply.click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text(shown[0])
+    expect(dialog).to_contain_text(descriptions[0])
     dialog.get_by_role("button", name=f"{label} them").click()
     expect(dialog.get_by_role("status")).to_contain_text(": operation ")
     dialog.get_by_role("button", name="Close").click()
     row = page.locator("tbody tr", has_text=f"topic {topic}").first
-    expect(row).to_contain_text(shown[1])
+    expect(row).to_contain_text(descriptions[1])
     selection = client.ask("GET", "/v1/selections").value["selections"][-1]["id"]
     expected = {
         name: before["due_ms"] + value if name == "due_ms" else value.format(selection)
-        for name, value in changed.items()
+        for name, value in changes.items()
     }
     if label == "Resume":
         assert "reason" in before and "reason" not in find_message(client, message_id)
@@ -108,7 +117,7 @@ def test_each_operation_is_applied_with_its_own_fields_after_a_dry_run(
 
 
 def test_a_changed_condition_needs_another_dry_run_before_apply(tab: Tab, client: Client) -> None:
-    sent(client, "seen", "eu")
+    send_for_region(client, "seen", "eu")
     page = open_dry_run(tab, "seen", "TRUE")
     apply = page.get_by_role("button", name="Apply")
     expect(apply).to_be_enabled()
@@ -122,7 +131,7 @@ def test_a_changed_condition_needs_another_dry_run_before_apply(tab: Tab, client
 
 def test_a_refused_condition_shows_its_error_in_the_form(tab: Tab, client: Client) -> None:
     tab.allowed = {400}
-    sent(client, "wrong", "eu")
+    send_for_region(client, "wrong", "eu")
     page = open_dry_run(tab, "wrong", "region = ")
     expect(page.locator("form .verdict")).to_contain_text("invalid_filter")
     expect(page.get_by_role("button", name="Apply")).to_be_disabled()

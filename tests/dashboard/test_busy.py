@@ -1,6 +1,6 @@
 """Every page of a busy broker, in both colour schemes and on a phone: none is empty, too wide, or inaccessible.
 
-Pictures of all of them go to `.interop/dashboard`; those in docs/ are made by `make pictures`.
+Pictures of all pages go to `.interop/dashboard`. The pictures in docs/ are made by `make pictures`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PICTURE_BYTES_MAX = 150 * 1024
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    """In place of the empty one."""
+    """A busy node, in the place of the empty one of conftest.py."""
     with busy_node(tmp_path_factory.mktemp("busy") / "data") as running:
         yield running
 
@@ -53,14 +53,14 @@ def test_pages_of_a_busy_broker_are_filled_fit_their_screen_and_are_accessible(
     tabs: Callable[..., Tab], axe: str, screen: str
 ) -> None:
     tab = tabs(**OPTIONS[screen])
-    found: dict[str, list[str]] = {}
+    faults: dict[str, list[str]] = {}
     for name in PAGES:
         page = tab.open(name)
         wait_until_filled(page, name)
         tab.shoot(f"busy-{name}-{screen}")
         assert overflow(page) <= 0, name
-        found[name] = accessibility_faults(page, axe)
-    assert not any(found.values()), found
+        faults[name] = accessibility_faults(page, axe)
+    assert not any(faults.values()), faults
 
 
 def test_dialogs_of_a_busy_broker_fit_their_screen_and_are_accessible(
@@ -85,7 +85,7 @@ def test_dialogs_of_a_busy_broker_fit_their_screen_and_are_accessible(
             assert overflow(page) <= 0
             assert not accessibility_faults(page, axe), (name, screen)
             page.keyboard.press("Escape")
-            # Chromium may do so late, and would close the next one.
+            # Chromium may close the dialog late, and would then close the next dialog instead.
             expect(page.get_by_role("dialog")).to_have_count(0)
 
 
@@ -108,6 +108,6 @@ def test_the_rate_of_consumers_is_drawn_over_the_due_load(tab: Tab) -> None:
     level = page.locator("li.level")
     expect(level).to_have_text("what consumers take now")
     expect(page.locator("line.level")).to_have_attribute("visibility", "visible")
-    # Deliveries are not counted by topic: beside one topic's bars that is said.
+    # The rate is that of all topics, which the page says beside the bars of one topic.
     page.get_by_label("Topic").select_option("orders")
     expect(level).to_contain_text("of all topics")

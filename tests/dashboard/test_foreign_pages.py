@@ -20,7 +20,7 @@ from timeball.edges.http.requests import ForeignPageCheck
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 REBOUND = "evil.example"  # a name that its owner lets point to this machine
-# Each would change the broker, or occupy a part of it.
+# Each request would change the broker, or read from it.
 ATTACK = """async broker => {
   const receive = `${broker}/v1/topics/letters/receive?group=thieves`;
   const quietly = (url, options) => fetch(url, options).then(() => true, () => false);
@@ -74,7 +74,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def other_site() -> Iterator[int]:
-    """An empty page on a port of its own."""
+    """A server with an empty page. Yields its port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -84,7 +84,7 @@ def other_site() -> Iterator[int]:
             self.wfile.write(b"<!doctype html><title>other</title><body>")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the tests look at the broker."""
+            """Write no log."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -120,28 +120,29 @@ def broker(node: RunningNode, client: Client) -> str:
 
 
 def attack(page: Page, site: str, broker: str) -> tuple[list[bool], set[tuple[str, int]]]:
-    """Run the attack from a page of a site. Return the answers that it could read, and the broker's (path, status).
+    """Run the attack from a page of a site. Return which answers it could read, and each (path, status) of the broker.
 
     A browser reports no answer to a request that it was not allowed to send.
     """
-    found: set[tuple[str, int]] = set()
+    answers: set[tuple[str, int]] = set()
 
-    def note(response: Response) -> None:
+    def record(response: Response) -> None:
         url = urlsplit(response.url)
         if url.netloc == broker:
-            found.add((url.path, response.status))
+            answers.add((url.path, response.status))
 
     page.goto(f"http://{site}/")
-    page.on("response", note)
+    page.on("response", record)
     read = page.evaluate(ATTACK, f"http://{broker}")
-    return read, found
+    return read, answers
 
 
 def check_unharmed(client: Client) -> None:
+    """Check that the attack has created no group, paused no subscription and cancelled no message."""
     assert client.ask("GET", "/v1/groups/thieves").status == 404
     assert client.ask("GET", "/v1/subscriptions/letters").value["state"] != "paused"
-    found = client.ask("GET", "/v1/messages/letter-1").value["messages"]
-    assert [one["state"] for one in found] == ["waiting"]
+    messages = client.ask("GET", "/v1/messages/letter-1").value["messages"]
+    assert [message["state"] for message in messages] == ["waiting"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
@@ -149,10 +150,10 @@ def test_requests_from_a_page_of_another_site_or_port_are_refused(
     page: Page, broker: str, client: Client, host: str
 ) -> None:
     with other_site() as port:
-        read, found = attack(page, f"{host}:{port}", broker)
-    assert not any(read)
-    assert {status for _, status in found} == {403}
-    assert {path for path, _ in found} >= {
+        could_read, answers = attack(page, f"{host}:{port}", broker)
+    assert not any(could_read)
+    assert {status for _, status in answers} == {403}
+    assert {path for path, _ in answers} >= {
         "/v1/topics/letters/receive", "/v1/topics/letters/messages", "/v1/subscriptions/letters/pause", "/v1/topics",
     }  # fmt: skip
     check_unharmed(client)
@@ -162,17 +163,17 @@ def test_requests_under_a_foreign_host_name_that_points_to_the_broker_are_refuse
     page: Page, broker: str, client: Client
 ) -> None:
     port = broker.rpartition(":")[2]
-    read, found = attack(page, f"{REBOUND}:{port}", f"{REBOUND}:{port}")
-    assert all(read), "the browser takes the broker for the page's own site"
-    assert {status for _, status in found} == {403}
-    assert {path for path, _ in found} >= {"/metrics", "/dashboard/", "/v1/topics", "/v1/messages/letter-1"}
+    could_read, answers = attack(page, f"{REBOUND}:{port}", f"{REBOUND}:{port}")
+    assert all(could_read), "the browser takes the broker for the page's own site"
+    assert {status for _, status in answers} == {403}
+    assert {path for path, _ in answers} >= {"/metrics", "/dashboard/", "/v1/topics", "/v1/messages/letter-1"}
     check_unharmed(client)
 
 
 def test_the_attack_succeeds_at_a_broker_without_the_check(
     page: Page, broker: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the page's requests do reach the broker."""
+    """The negative control: the requests of the page do reach the broker."""
     monkeypatch.setattr(ForeignPageCheck, "check", lambda *_: None)
     with other_site() as port:
         attack(page, f"localhost:{port}", broker)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
 class CountingBroker(BusyBroker):
-    """Counts what it is requests."""
+    """A busy broker that records the paths of its requests."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -28,6 +28,7 @@ class CountingBroker(BusyBroker):
         return super().__call__(method, path, query)
 
     def count(self, path: str) -> int:
+        """Return the number of requests with this path."""
         return self.requests.count(path)
 
 
@@ -64,7 +65,7 @@ def test_a_broker_out_of_reach_is_reported_and_the_figures_stay(
         page = tab.open("node")
         expect(page.get_by_text("timeball 0.1.0")).to_be_visible()
         page.unroute("**/v1/**")
-        # What a broker that does not run gives: no answer at all.
+        # As with a broker that does not run, no connection is made.
         page.route("**/v1/**", lambda route: route.abort("connectionrefused"))
         expect(page.locator("#reach")).to_be_visible()
         expect(page.locator("#reach")).to_contain_text("Broker out of reach since")
@@ -75,7 +76,9 @@ def test_a_broker_out_of_reach_is_reported_and_the_figures_stay(
         expect(page.locator("#reach")).to_be_hidden()
 
 
-def test_a_page_without_answers_requests_more_and_more_rarely(tab: Tab) -> None:
+def test_a_page_without_answers_makes_at_most_six_requests_in_the_first_minute_and_fewer_later(
+    tab: Tab,
+) -> None:
     tab.allowed = {0}
     requests: list[str] = []
 
@@ -88,14 +91,14 @@ def test_a_page_without_answers_requests_more_and_more_rarely(tab: Tab) -> None:
     page.route("**/v1/**", refuse)
     tab.open("node")
     expect(page.locator("#reach")).to_be_visible()
-    in_minutes = []
+    requests_by_minute = []
     for _ in range(4):
         before = len(requests)
         for _ in range(60):
             page.clock.run_for(1_000)
-        in_minutes.append(len(requests) - before)
-    # Every two seconds would be thirty in a minute.
-    assert in_minutes[0] <= 6 and 1 <= in_minutes[-1] <= 3
+        requests_by_minute.append(len(requests) - before)
+    # With answers, a request every two seconds would be thirty in a minute.
+    assert requests_by_minute[0] <= 6 and 1 <= requests_by_minute[-1] <= 3
 
 
 def test_a_hidden_tab_makes_no_requests_until_it_is_visible(tab: Tab) -> None:
@@ -147,8 +150,8 @@ def test_an_account_without_admin_rights_has_no_buttons(tabs: Callable[..., Tab]
         ):
             page = tab.open(name)
             expect(page.locator("tbody tr").first).to_be_visible()
-            seen = page.get_by_role("button", name=button)
-            expect(seen.first).to_be_visible() if may_admin else expect(seen).to_have_count(0)
+            buttons = page.get_by_role("button", name=button)
+            expect(buttons.first).to_be_visible() if may_admin else expect(buttons).to_have_count(0)
 
 
 def test_an_account_signs_in_with_its_secret_and_out(tabs: Callable[..., Tab], guarded: RunningNode) -> None:
@@ -174,21 +177,21 @@ def test_an_account_signs_in_with_its_secret_and_out(tabs: Callable[..., Tab], g
     assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_the_chosen_colours_survive_a_reload(tab: Tab) -> None:
+def test_the_chosen_colours_survive_a_reload_and_auto_follows_the_system(tab: Tab) -> None:
     tab.answer(BusyBroker())
     page = tab.open("node")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
     page.get_by_label("Dark").check(force=True)
-    dark = page.evaluate(ground)
+    dark = page.evaluate(background)
     assert light != dark
     page.reload()
     expect(page.get_by_label("Dark")).to_be_checked()
-    assert page.evaluate(ground) == dark
+    assert page.evaluate(background) == dark
     page.get_by_label("Auto").check(force=True)
-    assert page.evaluate(ground) == light
+    assert page.evaluate(background) == light
     page.emulate_media(color_scheme="dark")
-    assert page.evaluate(ground) == dark
+    assert page.evaluate(background) == dark
 
 
 def test_a_page_can_be_used_by_the_keyboard_alone(tab: Tab) -> None:

@@ -1,4 +1,4 @@
-"""A page shows "no data" only after the broker has said so. Before, it shows loading, no answer, or refused."""
+"""A page shows that there is no data only after an answer of the broker. Before, it shows why it has none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
 
 def assert_no_data_shown(page: Page) -> None:
-    """No figure, row or text about them is visible."""
+    """Check that no figure, no table and no text about missing data is visible."""
     expect(page.locator("#page .empty:visible, #page table:visible, #page .tile:visible")).to_have_count(0)
 
 
 def test_a_page_shows_loading_until_the_broker_answers(tab: Tab) -> None:
-    tab.page.route("**/v1/**", lambda route: None)  # never answered
+    tab.page.route("**/v1/**", lambda route: None)  # the request gets no answer
     for name in PAGES:
         page = tab.open(name)
         expect(page.locator("#page .loading:visible")).to_have_text("Loading …")
@@ -67,14 +67,14 @@ def test_a_new_search_shows_loading_again(tab: Tab) -> None:
 
 
 class LateBroker(BusyBroker):
-    """One release of a hundred lies in the bucket up to a minute; it was late by 14 s."""
+    """A broker whose latest release was late by 14 s, and so is counted in the bucket of up to a minute."""
 
     def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
-        status, found = super().__call__(method, path, query)
+        status, value = super().__call__(method, path, query)
         if path == "/v1/broker":
             buckets = {"<=1ms": 50, "<=60000ms": 50}
-            found["lateness"] = {"released": 100, "max_ms": 14_000, "buckets": buckets}
-        return status, found
+            value["lateness"] = {"released": 100, "max_ms": 14_000, "buckets": buckets}
+        return status, value
 
 
 def test_a_percentile_is_never_shown_above_the_maximum(tab: Tab) -> None:

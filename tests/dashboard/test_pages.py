@@ -1,5 +1,6 @@
-"""Each page in a real browser: without faults of console or policy, as wide as its screen, accessible in
-both colour schemes, with hostile texts shown as texts. Pictures of all pages go to `.interop/dashboard`.
+"""Each page in a real browser: no faults of console or policy, no overflow, accessible, HTML in texts shown as text.
+
+Pictures of all pages go to `.interop/dashboard`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ GRAVE = {"serious", "critical"}
 def accessibility_faults(page: Page, axe: str) -> list[str]:
     """The serious accessibility faults that axe-core finds, and their places."""
     page.evaluate(axe)
-    found: list[dict[str, Any]] = page.evaluate("axe.run().then(result => result.violations)")
+    violations: list[dict[str, Any]] = page.evaluate("axe.run().then(result => result.violations)")
     return [
-        f"{each['id']} ({each['impact']}): {node['html'][:200]}"
-        for each in found
-        if each["impact"] in GRAVE
-        for node in each["nodes"]
+        f"{violation['id']} ({violation['impact']}): {node['html'][:200]}"
+        for violation in violations
+        if violation["impact"] in GRAVE
+        for node in violation["nodes"]
     ]
 
 
 def wait_until_shown(page: Page) -> None:
-    """Wait until the page shows what it has asked for."""
+    """Wait until the page has made its requests and got the answers."""
     page.wait_for_load_state("networkidle")
 
 
@@ -95,8 +96,8 @@ def test_html_in_texts_is_shown_as_text(tab: Tab, body: str) -> None:
             expect(page.locator("dialog")).to_have_count(0)
         assert page.locator("#page img, #page script").count() == 0
         assert overflow(page) <= 0, name
-        shown = page.locator("#page").inner_text()
-        assert "\u202e" not in shown and "\x1b" not in shown
+        text = page.locator("#page").inner_text()
+        assert "\u202e" not in text and "\x1b" not in text
 
 
 def test_the_browser_reports_violations_of_the_policy_and_errors_of_a_page(browser: Any, node: Any) -> None:

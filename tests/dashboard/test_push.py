@@ -1,4 +1,4 @@
-"""The page of push subscriptions, with a real broker and a real receiver: created, failing, changed, deleted."""
+"""The page of push subscriptions with a real broker and a real receiver."""
 
 from __future__ import annotations
 
@@ -29,28 +29,32 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(autouse=True)
 def none_left(client: Client) -> Iterator[None]:
+    """Delete all subscriptions after a test."""
     yield
-    for one in client.ask("GET", PATH).value["subscriptions"]:
-        client.ask("DELETE", f"{PATH}/{one['name']}")
+    for subscription in client.ask("GET", PATH).value["subscriptions"]:
+        client.ask("DELETE", f"{PATH}/{subscription['name']}")
 
 
 def create_subscription(client: Client, name: str, receiver: Receiver, **fields: Any) -> dict[str, Any]:
-    wanted = {"topic": f"for-{name}", "group": name, "url": receiver.url, **fields}
-    answer = client.ask("PUT", f"{PATH}/{name}", wanted)
+    """Create a subscription to `for-NAME`. Returns the answer of the broker, which has the secret."""
+    request = {"topic": f"for-{name}", "group": name, "url": receiver.url, **fields}
+    answer = client.ask("PUT", f"{PATH}/{name}", request)
     assert answer.status == 201, answer
     return dict(answer.value)
 
 
 def row_of(page: Page, name: str) -> Locator:
+    """The row of a table with this text."""
     return page.locator("tbody tr").filter(has_text=name)
 
 
 def cell(row: Locator, label: str) -> Locator:
+    """The cell of a row in the column with this heading."""
     return row.locator(f'td[data-label="{label}"]')
 
 
 def act(page: Page, opener: Locator, label: str, status_text: str) -> None:
-    """Do what a button asks about, and close the dialog that says how it went."""
+    """Click a button, confirm its dialog by the button `label`, expect the text of its status, and close it."""
     opener.click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("button", name=label).click()
@@ -83,12 +87,12 @@ def test_a_subscription_is_created_and_its_secret_is_shown_once(
     dialog.get_by_role("button", name="Make it").click()
     secret = dialog.get_by_label("Secret that signs the requests")
     expect(secret).to_have_value(re.compile("whsec_.{40}"))
-    shown = secret.input_value()
-    # A click outside the dialog does not lose a secret that is shown only once.
+    secret_text = secret.input_value()
+    # A click outside the dialog does not lose a secret that is secret_text only once.
     page.mouse.click(2, 2)
     expect(secret).to_be_visible()
     dialog.get_by_role("button", name="Close").click()
-    # By its element: a closed one has no role any more, and is removed in a task of its own.
+    # Find it by its element: a closed dialog has no role any more, and is removed a little later.
     expect(page.locator("dialog")).to_have_count(0)
     assert "whsec_" not in page.content()
     assert client.send("for-billing", [{"body": "x"}] * 3).status == 201
@@ -96,10 +100,10 @@ def test_a_subscription_is_created_and_its_secret_is_shown_once(
     expect(cell(row, "Delivered")).to_have_text("3")
     expect(cell(row, "Failed")).to_have_text("0")
     expect(row.locator(".state")).to_have_text("delivering")
-    kept = client.ask("GET", f"{PATH}/billing").value
-    assert (kept["timeout"], kept["url"], kept["delivered"]) == ("5s", receiver.url, 3)
+    stored = client.ask("GET", f"{PATH}/billing").value
+    assert (stored["timeout"], stored["url"], stored["delivered"]) == ("5s", receiver.url, 3)
     for request in receiver.requests:
-        Webhook(shown).verify(request.body, request.headers, json_parse=False)
+        Webhook(secret_text).verify(request.body, request.headers, json_parse=False)
 
 
 def test_a_subscription_with_an_existing_name_is_refused(
@@ -136,7 +140,7 @@ def test_a_failing_receiver_is_shown_and_tried_again_on_request(
     assert client.send("for-mailers", {"body": "fresh"}).status == 201
     act(page, row.get_by_role("button", name="Try now"), "Try now", "It is tried now.")
     expect(row.locator(".state")).to_have_text("delivering")
-    eventually(lambda: b"fresh" in receiver.bodies(), "the message after the failures came")
+    eventually(lambda: b"fresh" in receiver.bodies(), "the message after the failures is pushed")
 
 
 def test_a_subscription_is_paused_and_resumed(tab: Tab, client: Client, receiver: Receiver) -> None:
@@ -177,9 +181,9 @@ def test_a_change_of_a_subscription_keeps_the_other_fields(
     assert secret.input_value() != first["secret"]
     dialog.get_by_role("button", name="Close").click()
     expect(cell(row, "In flight")).to_have_text("0 of 3")
-    kept = client.ask("GET", f"{PATH}/changed").value
+    stored = client.ask("GET", f"{PATH}/changed").value
     untouched = {"topic", "group", "url", "filter", "filter_type", "rate_per_s", "timeout"}
-    assert {name: kept[name] for name in untouched} == {name: first[name] for name in untouched}
+    assert {name: stored[name] for name in untouched} == {name: first[name] for name in untouched}
 
 
 def test_a_subscription_is_deleted_after_a_confirmation(tab: Tab, client: Client, receiver: Receiver) -> None:
@@ -211,7 +215,7 @@ def test_the_dead_letters_of_a_subscription_are_counted_and_linked(
 def test_urls_and_names_of_subscriptions_are_shown_as_text(
     tab: Tab, client: Client, receiver: Receiver
 ) -> None:
-    # As hostile as the broker allows. Worse answers are in test_pages.py.
+    # The broker allows these texts. Answers with others are tested in test_pages.py.
     url = f"{receiver.url}/onerror=alert(1)//%3Cimg%3E?javascript:alert(2)'--"
     create_subscription(client, "hostile", receiver, url=url, group="%script|img%")
     page = tab.open("push")

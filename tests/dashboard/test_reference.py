@@ -1,4 +1,4 @@
-"""The pages of the HTTP API: every operation of openapi.json can be found, read and opened, and each curl works."""
+"""The reference of the HTTP API: it shows every operation of openapi.json, and each of its curl commands works."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.interop import environments
 from tests.node_fixture import RunningNode
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
-# The campaign of this test was sent and not attached, so that its rows are cancelled one by one; and a broker alone
-# leads no group, belongs to no cluster, and has the clock of its system. The broker chooses the ids of selections, so
-# that of the example does not exist.
+# Operations that the broker of this test refuses, with the status. Its campaign was sent and not attached, so it cannot
+# be cancelled as a whole. A single broker leads no group, belongs to no cluster, and has no manual clock. The selection
+# of the examples does not exist, because the broker chooses the ids of selections.
 REFUSED = {
     "cancel_campaign": 416,
     "leads": 404,
@@ -38,22 +38,24 @@ ORDER = ["put", "post", "get", "patch", "delete"]
 
 
 def reference(tab: Tab, hash_: str = "") -> Page:
+    """Open the reference, at an operation if `hash_` names one, and wait until it shows operations."""
     tab.page.goto(f"{tab.origin}/docs{hash_}")
     expect(tab.page.locator(".operation").first).to_be_visible()
     return tab.page
 
 
-def shown(page: Page) -> list[str]:
+def visible_operations(page: Page) -> list[str]:
+    """The ids of the visible operations, in the order of the page."""
     return [
-        each.get_attribute("id") or ""
-        for each in page.locator(".operations > section .operation:visible").all()
+        operation.get_attribute("id") or ""
+        for operation in page.locator(".operations > section .operation:visible").all()
     ]
 
 
 def test_each_operation_is_shown_with_its_parameters_and_answers(tab: Tab, client: Client) -> None:
     page = reference(tab)
     expect(page).to_have_url(f"{tab.origin}/dashboard/reference.html")
-    assert sorted(shown(page)) == sorted(each.name for each in OPERATIONS)
+    assert sorted(visible_operations(page)) == sorted(operation.name for operation in OPERATIONS)
     expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(len(OPERATIONS))
     page.get_by_role("button", name="Open all").click()
     document = client.ask("GET", "/openapi.json").value
@@ -76,7 +78,7 @@ def test_each_operation_is_shown_with_its_parameters_and_answers(tab: Tab, clien
         "list of Message",
     ):
         expect(send).to_contain_text(part)
-    # A struct within a struct is made when it is opened.
+    # The fields of a struct within a struct are inserted when it is opened.
     send.locator("summary", has_text="Sent").last.click()
     expect(send.locator(".inner[open]")).to_contain_text("durable")
 
@@ -87,12 +89,12 @@ def test_a_search_finds_operations_by_words_and_by_fields(tab: Tab) -> None:
     expect(page.get_by_label("Search")).to_be_focused()
     page.keyboard.type("subscriptions PUT")
     expect(page.locator(".operations > section .operation:visible")).to_have_count(1)
-    assert shown(page) == ["subscribe"]
+    assert visible_operations(page) == ["subscribe"]
     expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(1)
-    # By a field of a body too.
+    # A field of a body is found too.
     page.get_by_label("Search").fill("idempotency")
     expect(page.get_by_text("1 of ")).to_be_visible()
-    assert shown(page) == ["send"]
+    assert visible_operations(page) == ["send"]
     page.get_by_label("Search").fill("<img src=x onerror=alert(1)>")
     expect(page.get_by_text("No operation has all of these words.")).to_be_visible()
     page.get_by_label("Search").fill("")
@@ -135,7 +137,7 @@ def test_the_reference_and_the_dashboard_are_linked(tab: Tab) -> None:
 
 def test_the_reference_is_shown_without_an_account(tabs: Callable[..., Tab], tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
-        assert len(shown(reference(tabs(node.node.http_port)))) == len(OPERATIONS)
+        assert len(visible_operations(reference(tabs(node.node.http_port)))) == len(OPERATIONS)
 
 
 @pytest.mark.parametrize("colours", ["light", "dark", "phone"])
@@ -161,28 +163,28 @@ def test_a_document_that_cannot_be_read_is_reported(tab: Tab) -> None:
 def test_each_curl_command_has_the_status_of_its_operation(
     tab: Tab, client: Client, node: RunningNode
 ) -> None:
-    """In an order in which created things exist. The statuses are those of the document."""
+    """The commands run in an order in which a command finds what others have created. REFUSED has the exceptions."""
     needed(lambda: environments.tool("curl", "curl"))
     page = reference(tab)
     planned(node, "spring", client)
     commands = {
-        (each.get_attribute("aria-label") or "").removeprefix("curl for "): each.text_content() or ""
-        for each in page.locator("pre.body").all()
+        (command.get_attribute("aria-label") or "").removeprefix("curl for "): command.text_content() or ""
+        for command in page.locator("pre.body").all()
     }
-    order = sorted(OPERATIONS, key=lambda each: ORDER.index(each.method))
+    order = sorted(OPERATIONS, key=lambda operation: ORDER.index(operation.method))
     statuses: dict[str, int] = {}
-    for each in order:
-        if each.name in ENDLESS:
+    for operation in order:
+        if operation.name in ENDLESS:
             continue
-        if each.name == "get":
+        if operation.name == "get":
             client.send("orders", {"body": "x", "id": "order-17", "after": "1h"})
-        # By a shell, as a person would.
-        asked = f"{commands[each.name]} -o /dev/null -w '%{{http_code}}'"
-        assert asked.startswith("curl ")
-        done = subprocess.run(
-            ["sh", "-c", asked], capture_output=True, text=True, timeout=BOUND_S, check=True
+        # A shell runs the command, as a user would.
+        command = f"{commands[operation.name]} -o /dev/null -w '%{{http_code}}'"
+        assert command.startswith("curl ")
+        process = subprocess.run(
+            ["sh", "-c", command], capture_output=True, text=True, timeout=BOUND_S, check=True
         )
-        statuses[each.name] = int(done.stdout)
+        statuses[operation.name] = int(process.stdout)
     assert {name: status for name, status in statuses.items() if status >= 300} == REFUSED
 
 
@@ -190,4 +192,4 @@ def test_a_document_without_an_operation_fails_the_comparison(tab: Tab, client: 
     document = client.ask("GET", "/openapi.json").value
     del document["paths"]["/v1/jobs"]
     tab.page.route("**/openapi.json", lambda route: route.fulfill(json=document))
-    assert sorted(shown(reference(tab))) != sorted(each.name for each in OPERATIONS)
+    assert sorted(visible_operations(reference(tab))) != sorted(operation.name for operation in OPERATIONS)

@@ -1,4 +1,4 @@
-"""The page of recurring schedules, with a real broker: the live preview, the day view, and every action."""
+"""The page of recurring schedules with a real broker: the preview in its form, the day view, and every action."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ NIGHTLY = {"cron": "30 2 * * *", "zone": "Europe/Berlin"}
 
 @pytest.fixture(autouse=True)
 def none_left(client: Client) -> Iterator[None]:
+    """Delete all schedules after a test."""
     yield
-    for one in client.ask("GET", PATH).value["schedules"]:
-        client.ask("DELETE", f"{PATH}/{one['name']}")
+    for schedule in client.ask("GET", PATH).value["schedules"]:
+        client.ask("DELETE", f"{PATH}/{schedule['name']}")
 
 
 def create_schedule(client: Client, name: str, rule: dict[str, object], **fields: Any) -> dict[str, Any]:
+    """Create a schedule of the topic "reports". Returns the answer of the broker."""
     answer = client.ask("PUT", f"{PATH}/{name}", {"rule": rule, "topic": "reports", "body": "x", **fields})
     assert answer.status == 201, answer
     return dict(answer.value)
 
 
 def list_of(page: Page) -> Locator:
+    """The table of schedules. The page has other tables too."""
     return page.get_by_role("table", name="Recurring schedules, by name")
 
 
-def previewed(client: Client, rule: dict[str, object]) -> list[str]:
+def preview_of(client: Client, rule: dict[str, object]) -> list[str]:
+    """The next times of a rule by the broker, as the form shows them."""
     times = client.ask("POST", "/v1/preview", {"rule": rule}).value["times"]
     return [time["local"].replace("T", " ") for time in times]
 
@@ -51,8 +55,8 @@ def test_a_schedule_is_created_in_a_form_that_previews_its_next_times(tab: Tab, 
     expression, zone = dialog.get_by_label("Expression", exact=True), dialog.get_by_label("Time zone")
     zone.fill("America/New_York")
     expression.fill("*/7 * * * 1-5")
-    expect(times).to_have_text(previewed(client, {"cron": "*/7 * * * 1-5", "zone": "America/New_York"}))
-    # What is wrong stands at its field, as the broker says it.
+    expect(times).to_have_text(preview_of(client, {"cron": "*/7 * * * 1-5", "zone": "America/New_York"}))
+    # The error of the broker is shown at the field that causes it.
     expression.fill("0 9 * * 1/2")
     expect(dialog.locator("#rule-cron-error")).to_contain_text("cron=")
     expect(expression).to_have_attribute("aria-invalid", "true")
@@ -82,9 +86,9 @@ def test_a_schedule_is_created_in_a_form_that_previews_its_next_times(tab: Tab, 
     row = row_of(list_of(page), "daily")
     expect(cell(row, "Rule")).to_contain_text("0 9 * * 1-5")
     expect(row.locator(".state")).to_have_text("active")
-    kept = client.ask("GET", f"{PATH}/daily").value
-    assert kept["rule"] == {"cron": "0 9 * * 1-5", "zone": "Europe/Berlin"}
-    assert (kept["topic"], kept["body"], kept["keys"], kept["tag"]) == (
+    stored = client.ask("GET", f"{PATH}/daily").value
+    assert stored["rule"] == {"cron": "0 9 * * 1-5", "zone": "Europe/Berlin"}
+    assert (stored["topic"], stored["body"], stored["keys"], stored["tag"]) == (
         "reports",
         "make it",
         ["a", "b"],
@@ -164,11 +168,12 @@ def test_a_schedule_is_run_paused_resumed_and_deleted(tab: Tab, client: Client) 
     expect(page.get_by_text("No schedules.")).to_be_visible()
 
 
-def act_on(page: Page, row: Locator, opener: str, label: str, said: str) -> None:
+def act_on(page: Page, row: Locator, opener: str, label: str, status_text: str) -> None:
+    """Click the button `opener` of a row, confirm by the button `label`, and expect a text in the status."""
     row.get_by_role("button", name=opener).click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("button", name=label).click()
-    expect(dialog.get_by_role("status")).to_contain_text(said)
+    expect(dialog.get_by_role("status")).to_contain_text(status_text)
     dialog.get_by_role("button", name="Close").click()
     expect(page.locator("dialog")).to_have_count(0)
 
@@ -187,6 +192,7 @@ def test_schedules_are_listed_in_pages(tab: Tab, client: Client) -> None:
     expect(rows).to_have_count(1)
 
 
+# Time zone, day, its hours, the text about the change of the clock, and the local time of NIGHTLY on this day.
 DAYS = {
     "gap": ("Europe/Berlin", "2027-03-28", 23, "Clocks go forward from 02:00 to 03:00", "03:00"),
     "fold": ("Europe/Berlin", "2027-10-31", 25, "Clocks go back from 03:00 to 02:00", "02:30"),
@@ -221,7 +227,7 @@ def test_the_day_view_marks_changes_of_the_clock(tab: Tab, client: Client, name:
     expect(lanes.nth(0).locator("td.number")).to_have_text("1")
     expect(lanes.nth(1).locator("td.number")).to_have_text("1,000 or more")
     expect(page.locator(".chart .marks rect")).to_have_count(int(hours * 60))
-    # A time each minute, and one more at night.
+    # The schedule "often" is due in each minute, and "nightly" once.
     expect(page.get_by_text(f"{int(hours * 60) + 1:,} messages due by the minute")).to_be_visible()
     expect(page.locator(".peaks li").first).to_have_text(f"{time}: 2")
     assert overflow(page) <= 0
@@ -232,14 +238,14 @@ def test_the_day_view_reports_a_day_that_its_zone_does_not_have(tab: Tab, client
     create_schedule(client, "nightly", NIGHTLY)
     page = tab.open("schedules")
     zone = page.get_by_label("Time zone")
-    for text, day, said in (
+    for text, day, error_text in (
         ("Pacific/Apia", "2011-12-30", "Pacific/Apia has no 2011-12-30."),
         ("Atlantis/Poseidonis", "2027-03-27", "is no time zone"),
     ):
         page.get_by_label("Day", exact=True).fill(day)
         zone.fill(text)
         zone.press("Enter")
-        expect(page.locator("#day-error")).to_contain_text(said)
+        expect(page.locator("#day-error")).to_contain_text(error_text)
         expect(page.locator(".lanes")).to_be_hidden()
     expect(zone).to_have_attribute("aria-invalid", "true")
     zone.fill("UTC")
