@@ -1,8 +1,8 @@
-"""The dashboard: what an operator looks at, in a browser (docs/dashboard.md).
+"""The dashboard: pages for operators in a browser (docs/dashboard.md).
 
-Receives: answers of the HTTP API, in the browser; what a person clicks.
-Keeps: the account in the tab's sessionStorage, the colours in localStorage; nothing in the broker.
-Hands on: requests to the HTTP API, and to nothing else.
+Receives: answers of the HTTP API, and the input of the user.
+Keeps: the account in the sessionStorage of the tab, the colours in localStorage, and nothing in the broker.
+Hands on: requests to the HTTP API only.
 
-Static files that run as they lie here: HTML, CSS and ES modules. edges/http serves them below /dashboard/.
+HTML, CSS and ES modules, which need no build. edges/http serves them below /dashboard/.
 """

@@ -1,10 +1,10 @@
-// Requests to the HTTP API: docs/http.md, and nothing else.
+// Requests to the HTTP API (docs/http.md). The dashboard makes no other requests.
 
 const BASE = new URL('../', document.baseURI);
 const ACCOUNT = 'timeball-account';
 const ANSWER_MS = 20_000;
 
-/** An answer that is a problem document: the broker was reached, and says why it did not do it. */
+/** The error of an answer with a problem document: the broker has refused the request, and `message` is its reason. */
 export class Problem extends Error {
   constructor(status, value) {
     super(value.detail || value.title || `status ${status}`);
@@ -13,16 +13,21 @@ export class Problem extends Error {
     this.value = value;
   }
 
-  /** Whether the same request may be granted later, by itself. */
+  /** Whether the same request may succeed later. */
   get isPassing() {
     return this.status === 429 || this.status >= 500;
   }
 }
 
-/** No answer: the broker does not run, or something on the way is broken. */
+/** The error without an answer of a broker: it does not run, the connection is broken, or another server answers. */
 export class OutOfReach extends Error {}
 
-/** Ask; `path` is a list of parts, each of which may be any text. Raises Problem, OutOfReach. */
+/**
+ * Make a request and return the JSON value of its answer. `path` is a list of parts, each of which may be any text.
+ *
+ * Raises Problem for a refusal, OutOfReach, and the error of an abort by `signal`. An answer 401 is also an event
+ * `timeball-unauthorized` of the document.
+ */
 export async function ask(method, path, { query = {}, body, signal } = {}) {
   const target = new URL(path.map(encodeURIComponent).join('/'), BASE);
   for (const [name, value] of Object.entries(query)) {
@@ -57,19 +62,19 @@ export async function ask(method, path, { query = {}, body, signal } = {}) {
 
 export const get = (path, query, signal) => ask('GET', path, { query, signal });
 
-/** Return all rows of a list that comes in pages; `name` is that of the rows in an answer. */
+/** Return all rows of a list that is read in pages. `name` is the key of the rows in an answer. Raises as `ask`. */
 export async function getAll(path, name, signal) {
   const rows = [];
   for (let page = null, isFirst = true; isFirst || page; isFirst = false) {
-    const found = await get(path, { page }, signal);
-    rows.push(...found[name]);
-    page = found.next_page;
+    const answer = await get(path, { page }, signal);
+    rows.push(...answer[name]);
+    page = answer.next_page;
   }
   return rows;
 }
 
 // ---- the account ------------------------------------------------------------------------------------------------
-// In sessionStorage: it is gone with the tab, and no other site's page can read it.
+// It is in sessionStorage, which ends with the tab, and which no page of another site can read.
 
 export const account = () => sessionStorage.getItem(ACCOUNT) ?? '';
 export const accountName = () => account().split(':')[0];

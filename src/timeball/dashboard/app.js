@@ -1,4 +1,4 @@
-// The frame around the pages: which one is open, who is signed in, whether the broker answers, the colours.
+// The frame around the pages: the open page, the account, whether the broker answers, and the colours.
 
 import { account, accountName, signOut } from './api.js';
 import { broker, leaveBroker, watchBroker } from './broker.js';
@@ -9,17 +9,18 @@ import { pages } from './pages/all.js';
 import { askNow, reach } from './poll.js';
 import { signInForm } from './sign_in.js';
 
-const at = id => document.getElementById(id);
-let open = null; // { page, view }
+const byId = id => document.getElementById(id);
+let open = null; // the open page as { page, view }
 
 // ---- pages ------------------------------------------------------------------------------------------------------
 
-/** Return the page that the address names, and its parameters: #/waiting?key=order-17. */
+/** Return the page that the address names, else the first one, and its parameters: #/waiting?key=order-17. */
 function address() {
   const [path, query = ''] = location.hash.replace(/^#\/?/, '').split('?');
   return { page: pages.find(page => page.id === path) ?? pages[0], parameters: new URLSearchParams(query) };
 }
 
+/** Open the page that the address names. A page that is open gets the new parameters, if it has a `follow`. */
 function follow() {
   const { page, parameters } = address();
   if (open?.page === page && open.view.follow) {
@@ -27,18 +28,19 @@ function follow() {
     return;
   }
   const isFirst = open === null;
-  enter(page, () => page.open(at('page'), parameters));
-  // Where a reader of the page aloud, or its keyboard, goes on.
-  if (!isFirst) at('title').focus();
+  enter(page, () => page.open(byId('page'), parameters));
+  // Screen readers and the keyboard continue at the title.
+  if (!isFirst) byId('title').focus();
 }
 
+/** Close the open page, and show another one. `makeView` fills the element of the page. */
 function enter(page, makeView) {
   closeDialog();
   open?.view.close();
-  at('page').replaceChildren();
-  write(at('title'), page.title);
+  byId('page').replaceChildren();
+  write(byId('title'), page.title);
   document.title = `${page.title} – Timeball`;
-  for (const link of at('pages').querySelectorAll('a')) {
+  for (const link of byId('pages').querySelectorAll('a')) {
     set(link, 'aria-current', link.dataset.page === page.id && 'page');
   }
   set(document.body, 'data-page', page.id);
@@ -47,17 +49,18 @@ function enter(page, makeView) {
   scrollTo(0, 0);
 }
 
+/** Fill the menu, install the listeners, and open the first page. */
 function begin() {
-  at('pages').append(...pages.map(page => el('li', { hidden: Boolean(page.isShown) },
+  byId('pages').append(...pages.map(page => el('li', { hidden: Boolean(page.isShown) },
     el('a', { href: `#/${page.id}`, 'data-page': page.id }, page.title))));
   addEventListener('hashchange', follow);
-  at('skip').addEventListener('click', event => {
+  byId('skip').addEventListener('click', event => {
     event.preventDefault();
-    at('main').focus();
+    byId('main').focus();
   });
-  at('menu').addEventListener('click', () => {
+  byId('menu').addEventListener('click', () => {
     const isOpen = document.body.classList.toggle('menu-open');
-    set(at('menu'), 'aria-expanded', isOpen ? 'true' : 'false');
+    set(byId('menu'), 'aria-expanded', isOpen ? 'true' : 'false');
   });
   showAccount();
   watchBroker();
@@ -66,14 +69,14 @@ function begin() {
 
 function closeMenu() {
   document.body.classList.remove('menu-open');
-  set(at('menu'), 'aria-expanded', 'false');
+  set(byId('menu'), 'aria-expanded', 'false');
 }
 
 // ---- the account ------------------------------------------------------------------------------------------------
 
 function showAccount() {
-  show(at('account'), account() !== '');
-  write(at('account-name'), accountName());
+  show(byId('account'), account() !== '');
+  write(byId('account-name'), accountName());
 }
 
 document.addEventListener('timeball-unauthorized', event => {
@@ -83,10 +86,11 @@ document.addEventListener('timeball-unauthorized', event => {
   askForAccount(wasRefused ? event.detail.message : '');
 });
 
+/** Show the form to sign in, with a reason if an account was refused. Then open the page that the address names. */
 function askForAccount(reason) {
   leaveBroker();
   showAccount();
-  enter({ id: 'sign-in', title: 'Sign in' }, () => signInForm(at('page'), reason, () => {
+  enter({ id: 'sign-in', title: 'Sign in' }, () => signInForm(byId('page'), reason, () => {
     showAccount();
     open = { page: { id: '' }, view: { close() {} } };
     watchBroker();
@@ -94,46 +98,47 @@ function askForAccount(reason) {
   }));
 }
 
-at('sign-out').addEventListener('click', () => {
+byId('sign-out').addEventListener('click', () => {
   signOut();
   askForAccount('');
 });
 
 // ---- whether the broker answers ---------------------------------------------------------------------------------
 
+/** Show whether the broker answers, and the time of the last answer or of the next attempt. */
 function showReach() {
   const isLost = reach.lostMs > 0;
-  show(at('reach'), isLost);
-  set(at('live'), 'data-state', isLost ? 'lost' : reach.reachedMs ? 'live' : 'connecting');
+  show(byId('reach'), isLost);
+  set(byId('live'), 'data-state', isLost ? 'lost' : reach.reachedMs ? 'live' : 'connecting');
   if (isLost) {
-    // Written once and not each second: it is read aloud.
-    write(at('reach-text'), `Broker out of reach since ${clock(reach.lostMs)} (${reach.reason}). `
+    // This text does not change each second, because screen readers read each change aloud.
+    write(byId('reach-text'), `Broker out of reach since ${clock(reach.lostMs)} (${reach.reason}). `
       + 'The figures below are those from before.');
     const leftMs = Math.max(0, reach.againMs - Date.now());
-    write(at('live-text'), leftMs >= 1_000 ? `next try in ${span(leftMs)}` : 'trying again');
+    write(byId('live-text'), leftMs >= 1_000 ? `next try in ${span(leftMs)}` : 'trying again');
   } else if (reach.reachedMs) {
     const isManual = broker.status?.clock === 'manual';
-    write(at('live-text'), `${isManual ? 'manual clock' : 'live'}, ${clock(reach.reachedMs + broker.aheadMs)}`);
+    write(byId('live-text'), `${isManual ? 'manual clock' : 'live'}, ${clock(reach.reachedMs + broker.aheadMs)}`);
   }
 }
 
 reach.addEventListener('change', showReach);
 setInterval(() => !document.hidden && reach.lostMs && showReach(), 1_000);
-at('reach-now').addEventListener('click', askNow);
+byId('reach-now').addEventListener('click', askNow);
 
 // Pages show buttons only to accounts that may use them.
 broker.addEventListener('change', () => document.body.classList.toggle('may-admin', broker.mayAdmin));
 
-// A page that has nothing to say of this broker is not offered.
+// The menu hides a page that has no data for this broker.
 broker.addEventListener('change', () => {
   for (const page of pages.filter(({ isShown }) => isShown)) {
-    show(at('pages').querySelector(`[data-page="${page.id}"]`).parentNode, page.isShown(broker.status));
+    show(byId('pages').querySelector(`[data-page="${page.id}"]`).parentNode, page.isShown(broker.status));
   }
 });
 
 // ---- colours ----------------------------------------------------------------------------------------------------
 
-const colours = at('colours');
+const colours = byId('colours');
 colours.querySelector(`[value="${document.documentElement.dataset.colours ?? 'auto'}"]`).checked = true;
 colours.addEventListener('change', event => {
   const chosen = event.target.value;
@@ -142,7 +147,7 @@ colours.addEventListener('change', event => {
   try {
     localStorage.setItem('timeball-colours', chosen);
   } catch {
-    // Storage is blocked: the choice holds for this page.
+    // The browser blocks the storage: the choice ends with this page.
   }
 });
 

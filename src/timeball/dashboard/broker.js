@@ -1,47 +1,50 @@
-// GET /v1/broker every two seconds, whatever page is open: who we are talking to, and how punctual it has been lately.
+// Reads GET /v1/broker every two seconds on each page: the status of the broker, and its lateness of the last minutes.
 
 import { get } from './api.js';
 import { Poll, reach } from './poll.js';
 
 const EVERY_MS = 2_000;
-const KEPT_MS = 10 * 60_000;
+const HISTORY_MS = 10 * 60_000;
 const BUCKET = /^([<>])=?(\d+)ms$/;
 
-/** What the broker said last, and a history of it; an event `change` with each answer, `refused` with each refusal. */
+/** The last status of the broker, and samples of ten minutes. Its events are `change` and `refused`. */
 export const broker = Object.assign(new EventTarget(), {
   status: null,
   history: [], // of samples, the oldest first
   mayAdmin: false,
-  problem: null, // why it refuses to say more
-  aheadMs: 0, // of the broker's clock, before this machine's
+  problem: null, // the Problem of the last refusal
+  aheadMs: 0, // how far the broker's clock is ahead of the clock of this machine
   /** Return the broker's time. */
   nowMs: () => Date.now() + broker.aheadMs,
 });
 
-const poll = new Poll({ everyMs: EVERY_MS, read: signal => get(['v1', 'broker'], {}, signal), show: take,
+const poll = new Poll({ everyMs: EVERY_MS, read: signal => get(['v1', 'broker'], {}, signal), show: keepStatus,
   fail: problem => {
     broker.problem = problem;
     broker.dispatchEvent(new Event('refused'));
   } });
 
-/** Call `draw` with each answer, and have a page say what is missing until the first; return what ends that. */
+/**
+ * Call `draw` at each status of the broker, and once at the begin if there is one. Until then `loading` and `refused`
+ * show why there is none. Returns a function that ends this.
+ */
 export function follow(loading, refused, draw) {
-  const changed = () => {
+  const onChange = () => {
     if (!broker.status) return;
     refused.show(null);
     loading.done();
     draw();
   };
-  const refuse = () => {
+  const onRefused = () => {
     loading.refused();
     refused.show(broker.problem);
   };
-  const lost = () => reach.lostMs && loading.lost(reach.reason);
-  const heard = [[broker, 'change', changed], [broker, 'refused', refuse], [reach, 'change', lost]];
-  for (const [from, name, act] of heard) from.addEventListener(name, act);
-  changed();
-  if (!broker.status && broker.problem) refuse();
-  return () => heard.forEach(([from, name, act]) => from.removeEventListener(name, act));
+  const onReach = () => reach.lostMs && loading.lost(reach.reason);
+  const listeners = [[broker, 'change', onChange], [broker, 'refused', onRefused], [reach, 'change', onReach]];
+  for (const [target, name, listener] of listeners) target.addEventListener(name, listener);
+  onChange();
+  if (!broker.status && broker.problem) onRefused();
+  return () => listeners.forEach(([target, name, listener]) => target.removeEventListener(name, listener));
 }
 
 export const watchBroker = () => poll.isStopped && poll.start();
@@ -50,18 +53,19 @@ export const leaveBroker = () => {
   Object.assign(broker, { status: null, mayAdmin: false, problem: null });
 };
 
-function take(status) {
+/** Store a status and a sample of it. The history begins anew after a restart of the broker. */
+function keepStatus(status) {
   const now = Date.now();
   broker.aheadMs = status.now_ms - now;
   const before = broker.status;
-  // Another process, whose counts begin at nought.
+  // Another process answers, whose counts begin at 0.
   if (before && (before.pid !== status.pid || status.lateness.released < before.lateness.released)) broker.history = [];
   broker.status = status;
   broker.problem = null;
   broker.mayAdmin = status.may_admin === true;
   broker.history.push({ atMs: now, released: status.lateness.released, counts: bucketsOf(status.lateness),
     delivered: status.delivered });
-  while (broker.history[0].atMs < now - KEPT_MS) broker.history.shift();
+  while (broker.history[0].atMs < now - HISTORY_MS) broker.history.shift();
   broker.dispatchEvent(new Event('change'));
 }
 
@@ -69,7 +73,7 @@ function take(status) {
 
 export const BOUNDS = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 60_000, Infinity];
 
-/** Return how many were released at most so late, by the place in BOUNDS. */
+/** Return the number of releases in each bucket of lateness, in the order of BOUNDS, which are their upper bounds. */
 export function bucketsOf(lateness) {
   const counts = new Array(BOUNDS.length).fill(0);
   for (const [name, n] of Object.entries(lateness.buckets ?? {})) {
@@ -80,7 +84,7 @@ export function bucketsOf(lateness) {
   return counts;
 }
 
-/** Return the place in BOUNDS within which this part of the releases lay; -1 where there were none. */
+/** Return the index in BOUNDS of the bucket in which this quantile of the releases is, -1 without a release. */
 export function quantile(counts, part) {
   const all = counts.reduce((a, b) => a + b, 0);
   let sum = 0;
@@ -91,7 +95,7 @@ export function quantile(counts, part) {
   return -1;
 }
 
-/** Return what was released and delivered between two samples. */
+/** Return the releases by bucket, their number and their rate, and the rate of deliveries, between two samples. */
 export function between(older, newer) {
   const counts = newer.counts.map((n, at) => n - older.counts[at]);
   const released = newer.released - older.released;
@@ -100,7 +104,7 @@ export function between(older, newer) {
   return { counts, released, perSecond: seconds > 0 ? released / seconds : NaN, deliveredPerSecond };
 }
 
-/** Return what was released in the last `ms`; null while there is nothing to compare with. */
+/** Return the same as `between` for the last `ms`, null while there is only one sample of that time. */
 export function lately(ms) {
   const { history } = broker;
   const newest = history.at(-1);
@@ -108,5 +112,5 @@ export function lately(ms) {
   return !oldest || oldest === newest ? null : between(oldest, newest);
 }
 
-/** Return how many messages wait. */
+/** Return the number of pending messages, NaN if the broker does not report it. */
 export const waiting = status => status.waiting_messages ?? NaN;

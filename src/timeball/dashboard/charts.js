@@ -1,4 +1,4 @@
-// Charts drawn by hand: SVG of exactly the width there is, its nodes kept and moved, so that nothing flickers.
+// Charts in SVG, as wide as their element. Their nodes are reused and moved, so that an update does not flicker.
 
 import { el, set, svg, write } from './dom.js';
 import { printable } from './format.js';
@@ -8,18 +8,18 @@ const RIGHT = 8;
 const TOP = 12;
 const BOTTOM = 24;
 
-/** Return round numbers from 0 to at least `top`, some four steps. */
+/** Return round numbers from 0 to at least `top`, in about four equal steps. */
 export function ticks(top) {
   if (!(top > 0)) return [0, 1];
   const rough = top / 4;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(n => n * power).find(n => n >= rough);
-  const found = [0];
-  while (found.at(-1) < top) found.push(Math.round((found.at(-1) + step) / power) * power);
-  return found;
+  const numbers = [0];
+  while (numbers.at(-1) < top) numbers.push(Math.round((numbers.at(-1) + step) / power) * power);
+  return numbers;
 }
 
-/** A frame with axes; `draw` is called with each new width. */
+/** A frame with axes. A subclass has `draw()`, which is called at each new width. */
 class Chart {
   constructor(label, height) {
     this.height = height;
@@ -53,10 +53,12 @@ class Chart {
     return this.width - LEFT - RIGHT;
   }
 
+  /** Return the coordinate of a part of the width, from 0 at the left to 1. */
   x(part) {
     return LEFT + part * this.innerWidth;
   }
 
+  /** Return the coordinate of a part of the height, from 0 at the bottom to 1. */
   y(part) {
     return TOP + (1 - part) * (this.height - TOP - BOTTOM);
   }
@@ -74,7 +76,7 @@ class Chart {
       write(texts[at], label);
     });
     xs.forEach(([part, label], at) => {
-      const anchor = part < 0.04 ? 'start' : part > 0.96 ? 'end' : 'middle'; // whole, also at the sides
+      const anchor = part < 0.04 ? 'start' : part > 0.96 ? 'end' : 'middle'; // so that a label at a side is not cut
       const text = texts[ys.length + at];
       place(text, { x: this.x(part), y: this.height - 6, 'text-anchor': anchor });
       write(text, label);
@@ -82,19 +84,24 @@ class Chart {
   }
 }
 
+/** Return the children of a group, exactly `n` of them: elements are appended or removed. */
 function pooled(group, tag, n) {
   while (group.childNodes.length > n) group.lastChild.remove();
   while (group.childNodes.length < n) group.append(svg(tag));
   return group.childNodes;
 }
 
+/** Set attributes of a node, numbers with two decimals. */
 function place(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     set(node, name, typeof value === 'number' ? Math.round(value * 100) / 100 : value);
   }
 }
 
-/** Lines over time. A line is `{ name, points: [[part of the width, part of the height or null]] }`. */
+/**
+ * Lines over time. A line is `{ name, points, isStepped, isFilled }`. A point is a part of the width and one of the
+ * height, or null for the height where the line has a gap.
+ */
 export class LineChart extends Chart {
   constructor(label, height = 200) {
     super(label, height);
@@ -116,6 +123,7 @@ export class LineChart extends Chart {
     });
   }
 
+  /** Return the path of a line. */
   path(points, isStepped, isFilled) {
     let path = '';
     let first = null;
@@ -141,7 +149,11 @@ export class LineChart extends Chart {
   }
 }
 
-/** Bars side by side, one of which a person may point at, by mouse, touch or arrow keys, and choose. */
+/**
+ * Bars side by side. A user points at a bar by mouse, touch or arrow keys, and chooses it by a click or Enter.
+ *
+ * `onPoint(at)` gets the index of a bar, or -1 for none, and `onChoose(at)` the index of the chosen bar.
+ */
 export class BarChart extends Chart {
   constructor(label, { height = 240, onPoint, onChoose }) {
     super(label, height);
@@ -174,7 +186,7 @@ export class BarChart extends Chart {
     const gap = width > 6 ? 2 : width > 3 ? 1 : 0;
     const bars = pooled(this.marks, 'rect', values.length);
     values.forEach((n, at) => {
-      // One message among a million is a line still.
+      // A bar of one message beside a bar of a million is still visible as a line.
       const height = n > 0 ? Math.max(1.5, this.y(0) - this.y(n / top)) : 0;
       place(bars[at], { x: LEFT + at * width + gap / 2, width: Math.max(0.5, width - gap), y: this.y(0) - height, height });
     });
@@ -184,6 +196,7 @@ export class BarChart extends Chart {
     this.point(this.at);
   }
 
+  /** Return the index of the bar under the pointer, -1 beside the bars. */
   under(event) {
     const across = (event.clientX - this.node.getBoundingClientRect().left - LEFT) / this.innerWidth;
     const at = Math.floor(across * this.value.values.length);
@@ -216,7 +229,7 @@ export class BarChart extends Chart {
   }
 }
 
-/** Rows with a bar each: `{ key, label, n, note }`. */
+/** Rows `{ label, n }` with a bar each. `noteOf(row)` returns the text after the bar. */
 export class BarList {
   constructor(caption) {
     this.body = el('tbody');

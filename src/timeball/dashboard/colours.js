@@ -1,11 +1,11 @@
 'use strict';
-// Runs before the first paint, so that no page flashes in the other colours. app.js has the switch.
+// Sets the chosen colours before the first paint, so that no page flashes in the others. app.js has the switch.
 (() => {
-  let kept = null;
+  let chosen = null;
   try {
-    kept = localStorage.getItem('timeball-colours');
+    chosen = localStorage.getItem('timeball-colours');
   } catch {
-    // Storage is blocked: the system's colours it is.
+    // The browser blocks the storage: the page has the colours of the system.
   }
-  if (kept === 'light' || kept === 'dark') document.documentElement.dataset.colours = kept;
+  if (chosen === 'light' || chosen === 'dark') document.documentElement.dataset.colours = chosen;
 })();

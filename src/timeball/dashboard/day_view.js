@@ -1,6 +1,7 @@
-// A day of recurring schedules in a time zone: the messages of each minute, and the times of each schedule.
+// A day in a time zone: the number of messages due in each minute, and the times of each recurring schedule.
 //
-// Days, gaps and folds are those of the broker's time zone rules: the local times of a rule that runs each quarter.
+// The begin of the day and its changes of the clock come from the broker, by a preview of a rule for each quarter of an
+// hour. So the time zone rules are those of the broker, not those of the browser.
 
 import { ask, get } from './api.js';
 import { broker } from './broker.js';
@@ -14,16 +15,21 @@ import { ruleText, zones } from './schedule_form.js';
 const EVERY_MS = 10_000;
 const MINUTE_MS = 60_000;
 const HOUR_MS = 3_600_000;
-const QUARTERS = 220; // from 15 hours before the day in UTC: the day of any zone, with an hour twice
-const TIMES_MAX = 1_000; // that the broker shows at once
-const SPOKEN = 12;
+const QUARTERS = 220; // 55 hours, from 15 hours before the day in UTC: they contain the day of any zone, also of 25 hours
+const TIMES_MAX = 1_000; // the most times that the broker returns in a preview
+const SPOKEN = 12; // times of a schedule that a screen reader reads aloud
 const PEAKS = 5;
-const WIDTH = 1_440;
+const WIDTH = 1_440; // of a lane, in units of its picture
 
-const wall = local => Date.parse(`${local}Z`); // only differences of two count
+const wall = local => Date.parse(`${local}Z`); // milliseconds of a local time, as if in UTC: for differences only
+// The hours and minutes of a local time, and its seconds unless they are 0.
 const hm = local => local.slice(11, local.endsWith(':00') ? 16 : 19);
 
-/** Return a day of a zone: its ends, its hours, and where its clocks change. Raises Problem for a wrong zone. */
+/**
+ * Return a day of a zone: its begin and end, its quarters of an hour, and the changes of its clocks.
+ *
+ * Returns null if the zone does not have this day. Raises Problem for a wrong zone.
+ */
 async function readDay(date, name, signal) {
   const from = Date.parse(`${date}T00:00:00Z`) - 15 * HOUR_MS;
   const { times } = await ask('POST', ['v1', 'preview'], { body: { rule: { cron: '*/15 * * * *', zone: name }, from, count: QUARTERS }, signal });
@@ -32,12 +38,12 @@ async function readDay(date, name, signal) {
   if (first < 0) return null;
   const quarters = times.slice(first, last + 2);
   const changes = [];
-  // Also the change with which the day begins.
+  // The quarter before the day is compared too, because clocks may change at its begin.
   for (let at = Math.max(1, first); at < Math.min(last + 2, times.length); at += 1) {
     const [before, { due_ms: dueMs, local }] = [times[at - 1], times[at]];
-    const reached = wall(before.local) + dueMs - before.due_ms;
-    const jumpMs = wall(local) - reached;
-    if (jumpMs !== 0) changes.push({ atMs: dueMs, jumpMs, from: new Date(reached).toISOString().slice(0, 19), to: local });
+    const expectedMs = wall(before.local) + dueMs - before.due_ms; // the local time without a change
+    const jumpMs = wall(local) - expectedMs;
+    if (jumpMs !== 0) changes.push({ atMs: dueMs, jumpMs, from: new Date(expectedMs).toISOString().slice(0, 19), to: local });
   }
   return { zone: name, startMs: quarters[0].due_ms, endMs: quarters.at(-1).due_ms, quarters: quarters.slice(0, -1), changes };
 }
@@ -56,7 +62,7 @@ function changeText({ from, to, jumpMs }) {
 export class DayView {
   constructor() {
     this.rows = [];
-    this.kept = new Map(); // times of a rule on the day that is shown
+    this.timesOfRules = new Map(); // the times of each rule on the shown day, by the JSON of the rule
     this.date = el('input', { type: 'date', id: 'day', required: true, onchange: () => this.ask() });
     this.zone = el('input', { id: 'day-zone', list: 'day-zones', value: zone(), spellcheck: 'false', autocomplete: 'off', 'aria-describedby': 'day-error', onchange: () => this.ask() });
     this.date.value = new Date(broker.nowMs() - new Date().getTimezoneOffset() * MINUTE_MS).toISOString().slice(0, 10);
@@ -83,7 +89,7 @@ export class DayView {
     this.chart.close();
   }
 
-  /** Show the times of these schedules. */
+  /** Show the times of these schedules. Asks the broker only if a name, a state or a rule has changed. */
   showRows(rows) {
     const before = JSON.stringify(this.rows.map(row => [row.name, row.state, row.rule]));
     this.rows = rows;
@@ -91,11 +97,13 @@ export class DayView {
     else if (JSON.stringify(rows.map(row => [row.name, row.state, row.rule])) !== before) this.poll.now();
   }
 
+  /** Ask for another day or zone. */
   ask() {
-    this.kept.clear();
+    this.timesOfRules.clear();
     this.poll.now();
   }
 
+  /** Return the day, its due load and the times of each schedule, or { problem } with a text. Raises Problem. */
   async read(signal) {
     const name = this.zone.value.trim();
     if (!this.date.value) return { problem: 'Choose a day.' };
@@ -111,15 +119,15 @@ export class DayView {
     return { day, counted, lanes: rows.map((row, at) => ({ row, times: times[at] })) };
   }
 
-  /** Read the times of a schedule on a day, once. Null for a schedule that does not run. */
+  /** Return the times of a schedule on a day, which are read once. Null for a schedule that is paused or failed. */
   async timesOf({ rule, state }, day, signal) {
     if (state !== 'active') return null;
     const key = JSON.stringify(rule);
-    let times = this.kept.get(key);
+    let times = this.timesOfRules.get(key);
     if (!times) {
       times = (await ask('POST', ['v1', 'preview'], { body: { rule, from: day.startMs - 1, count: TIMES_MAX }, signal })).times
         .map(time => time.due_ms).filter(ms => ms < day.endMs);
-      this.kept.set(key, times);
+      this.timesOfRules.set(key, times);
     }
     return times;
   }
@@ -145,6 +153,7 @@ export class DayView {
     show(this.content, false);
   }
 
+  /** Show the number of messages due in each minute, those of schedules included that are not stored yet. */
   showMinutes(day, { buckets, recurring_to_ms: toMs }) {
     this.minutes = new Array(Math.round((day.endMs - day.startMs) / MINUTE_MS)).fill(0);
     let recurring = 0;
@@ -189,7 +198,7 @@ function showLane(node, { row, times }, day) {
   const bar = ms => `M${x(ms)} 0V20`;
   const [hours, changed, runs] = node.cells[1].firstChild.children;
   set(hours, 'd', day.quarters.filter(({ local }) => local.endsWith(':00:00')).map(({ due_ms: ms }) => bar(ms)).join('') || 'M0 0');
-  // A repeated time is marked in both of its passes.
+  // A skipped time is a narrow mark. A repeated time is marked both times that it passes.
   set(changed, 'd', day.changes.map(({ atMs, jumpMs }) => (jumpMs > 0 ? `M${x(atMs - 120_000)} 0H${x(atMs + 120_000)}V20H${x(atMs - 120_000)}Z`
     : `M${x(atMs + jumpMs)} 0H${x(atMs - jumpMs)}V20H${x(atMs + jumpMs)}Z`)).join('') || 'M0 0');
   const isDense = times?.length === TIMES_MAX;

@@ -1,4 +1,4 @@
-// One way to do something: a dialog that says what will be done to what, does it, and shows the verdict.
+// Dialogs. An action is always confirmed in one, which names the object, runs the action and shows its verdict.
 
 import { Problem } from './api.js';
 import { button, el, show, write } from './dom.js';
@@ -9,6 +9,7 @@ let opened = null;
 /** Close the dialog that is open, if there is one. */
 export const closeDialog = () => opened?.close();
 
+/** Open a dialog in the place of an open one. Returns its element. */
 function dialog(title, ...children) {
   closeDialog();
   const heading = el('h2', { id: 'dialog-title' }, title);
@@ -17,7 +18,7 @@ function dialog(title, ...children) {
     opened = null;
     node.remove();
   });
-  // A click beside it; `isKept`: it shows what will not be shown again.
+  // A click beside the dialog closes it, except if it shows a secret that is shown only once (`isKept`).
   node.addEventListener('click', event => event.target === node && !node.isKept && node.close());
   document.body.append(node);
   node.showModal();
@@ -25,20 +26,25 @@ function dialog(title, ...children) {
   return node;
 }
 
-/** Return pairs of a name and a text or node as a list; pairs without a value are left out. */
+/** Return a list of pairs of a name and a text or node. Pairs without a value are left out. */
 export function facts(pairs) {
   return el('dl', { class: 'facts' }, ...pairs.filter(([, value]) => value !== undefined && value !== null && value !== '')
     .map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value instanceof Node ? value : String(value)))));
 }
 
-/** Show something, with nothing to decide. */
-export function tell(title, ...children) {
+/** Open a dialog that only shows nodes. */
+export function showDialog(title, ...children) {
   const close = button('Close', closeDialog, 'primary');
   dialog(title, ...children, el('div', { class: 'actions' }, close));
   close.focus();
 }
 
-/** Ask, do it, show what came of it. `act()` returns [a sentence, good or warn, a node to show]; it may raise Problem. */
+/**
+ * Ask for a confirmation, run `act()`, show its verdict, and call `done()`.
+ *
+ * `act()` returns [text, tone, node]. The tone `good` or `warn` ends the action. After `again`, `bad` and an error, the
+ * user may try again. The node is optional, and a dialog with a node closes only by its button.
+ */
 export function confirm({ title, about = [], note = '', fields = [], label, isDangerous = false, act, done }) {
   const verdict = el('p', { class: 'verdict', role: 'status', hidden: true });
   const keep = button('Leave it', closeDialog);
@@ -64,7 +70,7 @@ export function confirm({ title, about = [], note = '', fields = [], label, isDa
     verdict.className = `verdict ${tone}`;
     show(verdict, true);
     if (tone === 'bad' || tone === 'again') {
-      // Another try may go better: a field may be put right.
+      // The user may correct a field and try again.
       go.disabled = false;
     } else {
       for (const field of form.querySelectorAll('input, select, textarea')) field.disabled = true;
@@ -78,7 +84,7 @@ export function confirm({ title, about = [], note = '', fields = [], label, isDa
   }
 }
 
-/** Return a labelled field. */
+/** Return an input with its label and its hint. Gives the input an id if it has none. */
 export function field(label, input, hint) {
   input.id ||= `field-${label.toLowerCase().replace(/\W+/g, '-')}`;
   if (hint) input.setAttribute('aria-describedby', `${input.id}-hint`);
@@ -86,8 +92,8 @@ export function field(label, input, hint) {
     hint ? el('p', { class: 'hint', id: `${input.id}-hint` }, hint) : null);
 }
 
-/** Have a select offer these names too. */
-export function offer(node, names) {
+/** Add names to a select as options, unless it has them. */
+export function addOptions(node, names) {
   const known = new Set([...node.options].map(option => option.value));
   node.append(...names.filter(name => !known.has(name)).map(name => el('option', { value: name }, printable(name, 80))));
 }

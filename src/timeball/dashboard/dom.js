@@ -1,10 +1,10 @@
-// Elements made once and changed in place, so that what a person reads, selects or has the focus on stays where it is.
+// Elements are created once and changed in place, so that a selection and the focus of a user stay.
 //
-// Texts become text nodes and nothing else: a message's key or body is never read as HTML.
+// Texts become text nodes, so no key or body of a message is read as HTML.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
-/** Return a new element. `on…` attributes are listeners; true and false set and leave out an attribute. */
+/** Return a new element. An attribute `on…` is a listener, others are set by `set`. Null children are left out. */
 export function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -23,7 +23,7 @@ function filled(node, attributes, children) {
   return node;
 }
 
-/** Set an attribute if it differs; false, null and undefined take it away. */
+/** Set an attribute if it differs. True sets an empty one, and false, null and undefined remove it. */
 export function set(node, name, value) {
   if (value === false || value === null || value === undefined) {
     if (node.hasAttribute(name)) node.removeAttribute(name);
@@ -44,7 +44,10 @@ export function show(node, visible) {
   if (node.hidden === visible) node.hidden = !visible;
 }
 
-/** Have `parent` hold one node for each item, in their order; nodes of items that were there are kept and updated. */
+/**
+ * Let `parent` have one node for each item, in the order of the items. `make(item)` creates a node for a new key, and
+ * `update(node, item)` is called for each. Nodes of keys that are missing are removed.
+ */
 export function keyed(parent, items, keyOf, make, update) {
   const known = parent.keyedNodes ??= new Map();
   const gone = new Map(known);
@@ -58,7 +61,7 @@ export function keyed(parent, items, keyOf, make, update) {
     }
     gone.delete(key);
     update?.(node, item);
-    // A node that stands where it should is not touched: moving it would take the focus from it.
+    // A node at its place is not moved, because it would lose the focus.
     if (node === before) before = before.nextSibling;
     else parent.insertBefore(node, before);
   }
@@ -68,12 +71,12 @@ export function keyed(parent, items, keyOf, make, update) {
   }
 }
 
-/** Return a button; `kind`: primary, danger, quiet or plain. */
+/** Return a button. `kind` is its class: primary, danger, link or none. */
 export function button(label, act, kind = '', attributes = {}) {
   return el('button', { type: 'button', class: kind || false, onclick: act, ...attributes }, label);
 }
 
-/** Return a paragraph that stands where there is nothing to show, and says what to do; `command`: one to copy. */
+/** Return an element for a place without data: a title, an advice, and a command to copy. */
 export function emptiness(title, advice, command) {
   return el('div', { class: 'empty' }, el('p', { class: 'empty-title' }, title), el('p', {}, advice),
     command ? el('pre', { tabindex: '0' }, el('code', {}, command)) : null);

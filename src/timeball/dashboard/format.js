@@ -1,21 +1,22 @@
-// Figures and texts as people read them.
+// Numbers, times and texts as users read them. A number that is not finite is shown as a dash.
 
 const COUNT = new Intl.NumberFormat('en');
 const DAY = new Intl.DateTimeFormat('en-GB', { day: 'numeric', month: 'short', year: 'numeric' });
 const TIME = new Intl.DateTimeFormat('en-GB', { hour: '2-digit', minute: '2-digit', second: '2-digit' });
 const UNITS = [['d', 86_400_000], ['h', 3_600_000], ['min', 60_000], ['s', 1_000]];
-// Controls, and marks that turn the direction of what follows: shown by number, so that no name looks like another.
+// Control characters, and marks that change the direction of a text. They are shown by number, so that no name looks
+// like another one.
 const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
 export const count = n => (Number.isFinite(n) ? COUNT.format(n) : '–');
 
-/** Return a rate with as many digits as mean something. */
+/** Return a rate: from 100 on without decimals, below with two significant digits. */
 export function rate(n) {
   if (!Number.isFinite(n)) return '–';
   return n >= 100 || n === 0 ? COUNT.format(Math.round(n)) : n.toLocaleString('en', { maximumSignificantDigits: 2 });
 }
 
-/** Return milliseconds in their largest unit or two: 250 ms, 12 s, 3 min 20 s, 4 d 2 h. */
+/** Return milliseconds in at most two units: 250 ms, 12 s, 3 min 20 s, 4 d 2 h. */
 export function span(ms) {
   if (!Number.isFinite(ms)) return '–';
   if (Math.abs(ms) < 1_000) return `${Math.round(ms)} ms`;
@@ -31,14 +32,14 @@ export function span(ms) {
   return (ms < 0 ? '−' : '') + parts.join(' ');
 }
 
-/** Return "in 3 min" or "4 s ago". */
+/** Return "in 3 min", "now" or "4 s ago". */
 export function distance(ms, nowMs) {
   const away = ms - nowMs;
   if (Math.abs(away) < 1_000) return 'now';
   return away > 0 ? `in ${span(away)}` : `${span(-away)} ago`;
 }
 
-/** Return an instant in the reader's zone, to the millisecond where it is not on the second. */
+/** Return an instant in the time zone of the browser, with milliseconds unless they are 0. */
 export function instant(ms) {
   if (!Number.isFinite(ms)) return '–';
   const when = new Date(ms);
@@ -47,12 +48,12 @@ export function instant(ms) {
   return `${DAY.format(when)}, ${TIME.format(when)}${milliseconds}`;
 }
 
-/** Return the time of day alone. */
+/** Return the time of day of an instant, without its date. */
 export const clock = ms => TIME.format(new Date(ms));
 
 export const zone = () => Intl.DateTimeFormat().resolvedOptions().timeZone || 'local time';
 
-/** Return bytes in powers of 1,024. */
+/** Return a number of bytes in a unit that is a power of 1,024. */
 export function bytes(n) {
   if (!Number.isFinite(n)) return '–';
   const names = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
@@ -68,16 +69,16 @@ export function bytes(n) {
 export const share = part => (Number.isFinite(part)
   ? `${(100 * part).toLocaleString('en', { maximumFractionDigits: part > 0.999 && part < 1 ? 3 : 1 })} %` : '–');
 
-/** Return a text from a message: what cannot be seen is shown as its number, and what is too long is cut. */
+/** Return a text of a user, with invisible characters by number, and cut after `most` characters. */
 export function printable(text, most = 200) {
   const cut = text.length > most ? `${text.slice(0, most)}…` : text;
   return cut.replace(UNSEEN, c => `\\u${c.charCodeAt(0).toString(16).padStart(4, '0')}`);
 }
 
-/** Return the two ends of an id: what is between them is in its details. */
+/** Return a long id without its middle. The details of a message show the whole id. */
 export const shortened = id => printable(id.length > 20 ? `${id.slice(0, 8)}…${id.slice(-6)}` : id);
 
-/** Return a body as it is: lines and tabs stay. */
+/** Return a body with the characters that cannot be seen by number, except line ends and tabs. */
 export function printableBody(text) {
   return text.replace(UNSEEN, c => (c === '\n' || c === '\t' ? c
     : `\\u${c.charCodeAt(0).toString(16).padStart(4, '0')}`));

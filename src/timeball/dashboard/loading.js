@@ -1,18 +1,19 @@
-// The state of a page before the broker has answered: loading, out of reach, or refused. An empty page would be a lie.
+// The state of a page before the broker has answered: loading, out of reach, or refused. Until then the page shows no
+// empty list, which would say that the broker has no data.
 
 import { el, show, write } from './dom.js';
 
 const LOADING = 'Loading …';
 
 export class Loading {
-  /** `parts`: elements that mean something only once the broker has answered; they are hidden until then. */
+  /** `parts` are elements that are hidden until the broker has answered. */
   constructor(...parts) {
     this.parts = parts;
     this.node = el('p', { class: 'loading', role: 'status' });
     this.begin();
   }
 
-  /** Wait for an answer: also again, for another question. */
+  /** Hide the parts and wait for an answer. Also for another request of the same page. */
   begin() {
     this.isWaiting = true;
     write(this.node, LOADING);
@@ -20,7 +21,7 @@ export class Loading {
     for (const part of this.parts) show(part, false);
   }
 
-  /** Show the parts: the broker has answered. */
+  /** The broker has answered: show the parts. */
   done() {
     if (!this.isWaiting) return;
     this.isWaiting = false;
@@ -28,12 +29,12 @@ export class Loading {
     for (const part of this.parts) show(part, true);
   }
 
-  /** Say that no answer comes. Parts that show an earlier answer stay. */
+  /** Show that no answer comes, with the reason. Parts that show an earlier answer stay. */
   lost(reason) {
     if (this.isWaiting) write(this.node, `No answer yet: ${reason}. The page asks again by itself.`);
   }
 
-  /** Leave it to the page to say why the broker refuses. */
+  /** The broker has refused: hide this text. The page shows the reason itself. */
   refused() {
     show(this.node, false);
   }

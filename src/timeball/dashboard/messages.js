@@ -1,4 +1,4 @@
-// What a message is, for people: its body, its properties, where it is; and what may be done to one that waits.
+// The views of a message, and the dialogs that cancel or reschedule a pending one.
 
 import { Problem, ask } from './api.js';
 import { confirm, facts, field } from './dialogs.js';
@@ -8,33 +8,35 @@ import { broker } from './broker.js';
 
 const TEXT_SHOWN = 64 * 1024;
 const BYTES_SHOWN = 512;
-const LATER = new Set([404, 409, 410]); // a definite verdict: asking again changes nothing
+const FINAL = new Set([404, 409, 410]); // statuses that are a verdict: another attempt would get the same
 
-/** Return a text out of a message, in a node that keeps its direction to itself. */
+/** Return a node with a text of a user. The direction of the text does not change the text around it. */
 export const bdi = (text, most) => el('bdi', { class: 'text mono' }, printable(text, most));
 
-/** Return a body: as text, or its first bytes when it is none. */
+/** Return a view of a body: its text, or its first bytes in hexadecimal if it is no text. */
 export function bodyView({ body, base64, body_cut: isCut, size_bytes: size }) {
   if (body === undefined && base64 === undefined) return el('p', { class: 'hint' }, 'The body is not shown here.');
   const [text, note] = body !== undefined ? textBody(body) : binaryBody(base64);
-  const whole = isCut && size ? `, of ${bytes(size)}` : '';
-  const shown = note || isCut ? el('p', { class: 'hint' }, `${note || 'its beginning'}${whole}`) : null;
+  const ofSize = isCut && size ? `, of ${bytes(size)}` : '';
+  const shown = note || isCut ? el('p', { class: 'hint' }, `${note || 'its beginning'}${ofSize}`) : null;
   if (text === '') return el('p', { class: 'hint' }, 'empty');
   return el('div', {}, el('pre', { class: 'body', tabindex: '0', 'aria-label': 'Body' }, text), shown);
 }
 
+/** Return a text to show and a note, empty unless the text is cut. */
 function textBody(body) {
   let text = body;
   try {
-    // As JSON it is easier to read; numbers that would lose digits leave it as it is.
+    // JSON is formatted, except with numbers of so many digits that parsing would change them.
     if (/^\s*[[{]/.test(body) && body.length < TEXT_SHOWN && !/\d{16}/.test(body)) text = JSON.stringify(JSON.parse(body), null, 2);
   } catch {
-    // No JSON: as it is.
+    // The text is no JSON, and is shown unchanged.
   }
   const cut = text.length > TEXT_SHOWN;
   return [printableBody(cut ? text.slice(0, TEXT_SHOWN) : text), cut ? `the first ${count(TEXT_SHOWN)} characters` : ''];
 }
 
+/** Return lines of 16 bytes in hexadecimal, and a note. */
 function binaryBody(base64) {
   const data = atob(base64);
   const lines = [];
@@ -46,30 +48,30 @@ function binaryBody(base64) {
   return [lines.join('\n'), `bytes that are no text${data.length > BYTES_SHOWN ? `; the first ${BYTES_SHOWN} of ${count(data.length)}` : ''}`];
 }
 
-/** Return properties as a list of facts; null when there are none. */
+/** Return properties as a list, null without a property. */
 export function propertiesView(properties) {
   const pairs = Object.entries(properties ?? {});
   return pairs.length ? el('div', {}, el('h3', {}, 'Properties'),
     facts(pairs.map(([name, value]) => [printable(name, 80), bdi(String(value), 500)]))) : null;
 }
 
-/** Return what says which message this is. */
+/** Return the facts by which a user recognizes a message: topic, id, keys and due time. */
 export function about(message) {
   return [['Topic', message.topic && bdi(message.topic)], ['Id', message.id && bdi(message.id)],
     ['Keys', message.keys?.length ? bdi([message.keys].flat().join(' ')) : ''],
     ['Due', message.due_ms !== undefined ? `${instant(message.due_ms)}, ${distance(message.due_ms, broker.nowMs())}` : '']];
 }
 
-// ---- what may be done to one that waits ---------------------------------------------------------------------------
+// ---- actions on a pending message ---------------------------------------------------------------------------------
 
-/** Ask and cancel. */
+/** Cancel a message after a confirmation. */
 export function cancelMessage(message, done) {
   confirm({ title: 'Cancel this message?', about: about(message), note: 'It will not be delivered. This cannot be taken back.',
     label: 'Cancel the message', isDangerous: true, done,
     act: () => verdictOf(message, 'DELETE', undefined, () => 'Cancelled: it will not be delivered.') });
 }
 
-/** Ask for another instant, and move it there. */
+/** Ask for another due time, and reschedule the message. */
 export function rescheduleMessage(message, done) {
   const at = el('input', { type: 'datetime-local', step: '1' });
   const after = el('input', { placeholder: '30m', spellcheck: 'false', autocomplete: 'off' });
@@ -83,11 +85,12 @@ export function rescheduleMessage(message, done) {
     } });
 }
 
+/** Make a request about a message. Returns a verdict for `confirm`. Raises Problem unless the refusal is final. */
 async function verdictOf({ id, topic }, method, body, sentence) {
   try {
     return [sentence(await ask(method, ['v1', 'messages', id], { query: { topic }, body })), 'good'];
   } catch (error) {
-    if (error instanceof Problem && LATER.has(error.status)) return [`${error.message} (${error.code}).`, 'warn'];
+    if (error instanceof Problem && FINAL.has(error.status)) return [`${error.message} (${error.code}).`, 'warn'];
     throw error;
   }
 }

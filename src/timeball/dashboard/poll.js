@@ -1,29 +1,38 @@
-// Asks again and again, while the page is seen: slower after errors, and not at all while the tab is hidden.
+// Repeats a request while its page is open: less often after errors, and not while the tab is hidden.
 
 import { OutOfReach, Problem } from './api.js';
 
 const SLOWEST_MS = 30_000;
 
-/** Whether the broker answers; `lostMs` and `againMs` are of this machine's clock. Tells its listeners of changes. */
+/**
+ * Whether the broker answers. `reachedMs` is the time of the last answer. While it does not answer, `lostMs` is the time
+ * since when, `againMs` that of the next attempt, and `reason` the error. Times are by the clock of this machine.
+ *
+ * An event `change` follows each answer and each failure. The event `ask` makes all polls ask.
+ */
 export const reach = Object.assign(new EventTarget(), { lostMs: 0, againMs: 0, reason: '', reachedMs: 0 });
 
-function reached() {
+function noteAnswer() {
   reach.reachedMs = Date.now();
   reach.lostMs = 0;
   reach.dispatchEvent(new Event('change'));
 }
 
-function lost(reason, againMs) {
+function noteFailure(reason, againMs) {
   reach.lostMs ||= Date.now();
   Object.assign(reach, { reason, againMs });
   reach.dispatchEvent(new Event('change'));
 }
 
-/** Have all that polls ask now. */
+/** Let all polls ask now. */
 export const askNow = () => reach.dispatchEvent(new Event('ask'));
 
 export class Poll {
-  /** `read(signal)` returns a promise, `show(value)` takes what it gave, `fail(error)` a Problem; `loading` is told of each. */
+  /**
+   * `read(signal)` makes the request, `show(value)` gets its result, and `fail(problem)` a refusal.
+   *
+   * A Loading as `loading` shows the state until the first answer.
+   */
   constructor({ everyMs, read, show, fail, loading }) {
     Object.assign(this, { everyMs, read, show, fail, loading });
     this.failures = 0;
@@ -52,7 +61,7 @@ export class Poll {
     this.asking?.abort();
   }
 
-  /** Ask now, in place of what is under way. */
+  /** Ask now. Aborts a request under way, and plans the next one. */
   async now() {
     if (this.isStopped) return;
     this.pause();
@@ -62,7 +71,7 @@ export class Poll {
       const value = await this.read(asking.signal);
       if (asking.signal.aborted) return;
       this.failures = 0;
-      reached();
+      noteAnswer();
       this.loading?.done();
       this.show(value);
     } catch (error) {
@@ -72,16 +81,17 @@ export class Poll {
     if (!this.isStopped && !document.hidden) this.timer = setTimeout(() => this.now(), pauseMs);
   }
 
+  /** Report a failure, and return the pause until the next attempt. Raises an error that is not about the broker. */
   failed(error) {
     const isPassing = error instanceof OutOfReach || error.isPassing;
     if (!isPassing && !(error instanceof Problem)) throw error;
     this.failures += 1;
     const pauseMs = Math.min(SLOWEST_MS, this.everyMs * 2 ** Math.min(this.failures, 10));
     if (isPassing) {
-      lost(error.message, Date.now() + pauseMs);
+      noteFailure(error.message, Date.now() + pauseMs);
       this.loading?.lost(error.message);
     } else {
-      reached();
+      noteAnswer();
       this.loading?.refused();
       this.fail?.(error);
     }

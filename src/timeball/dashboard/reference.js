@@ -1,6 +1,6 @@
-// The HTTP API for people: each operation of openapi.json with its parameters, its body, its answers, and a curl to copy.
+// The reference of the HTTP API: each operation with its parameters, its body, its answers, and a curl command to copy.
 //
-// Made here from the broker's own document, so it can name nothing that this broker does not have.
+// The page is built from openapi.json of this broker, so it has exactly the operations of this broker.
 
 import { get } from './api.js';
 import { facts, field } from './dialogs.js';
@@ -9,7 +9,7 @@ import { button, el, show, write } from './dom.js';
 const ROOT = new URL('../', document.baseURI).href.replace(/\/$/, '');
 const METHODS = ['get', 'put', 'post', 'patch', 'delete'];
 const JSON_TYPE = 'application/json';
-const DEPTH = 4; // of structs in structs that are shown where they are used
+const DEPTH = 4; // levels of structs within structs that can be opened
 
 let schemas = {};
 
@@ -20,7 +20,7 @@ const resolved = schema => (schema.$ref ? schemas[nameOf(schema)] : schema);
 const isNull = schema => schema.type === 'null';
 const choices = schema => schema.anyOf?.filter(each => !isNull(each)) ?? [schema];
 
-/** Return a type in words: "string or integer", "list of Sent". */
+/** Return the type of a schema in words: "string or integer", "list of Sent". */
 function words(schema) {
   if (schema.anyOf) return schema.anyOf.map(words).join(' or ');
   if (schema.$ref) return nameOf(schema);
@@ -31,22 +31,22 @@ function words(schema) {
   return schema.type ?? 'any JSON';
 }
 
-/** Return the structs that a schema is made of, on this level. */
+/** Return the references to structs that a schema, or the items of its list, may be. */
 const structsIn = schema => choices(schema).map(each => (each.type === 'array' ? each.items : each)).filter(each => each?.$ref);
 
-/** Return a text whose parts in backticks are code. */
+/** Return a paragraph with a text, whose parts in backticks are code. */
 function prose(text) {
   return el('p', {}, ...text.split('`').map((part, at) => (at % 2 ? el('code', {}, part) : part)));
 }
 
-/** Return the fields of a schema; structs within them can be opened. */
+/** Return the fields of a schema. Structs within them can be opened. */
 function fieldsOf(schema, depth = 0) {
   const { properties = {}, required = [], description } = resolved(schema);
   const rows = Object.entries(properties).map(([name, each]) => {
-    const fixed = each.default === null || each.default === undefined ? '' : `; ${JSON.stringify(each.default)} otherwise`;
-    // Of a field that may be left out null says nothing more.
+    const otherwise = each.default === null || each.default === undefined ? '' : `; ${JSON.stringify(each.default)} otherwise`;
+    // A field that may be left out may always be null, so its type does not name it.
     const type = required.includes(name) ? words(each) : choices(each).map(words).join(' or ');
-    const wants = el('span', { class: 'wants' }, `${type}${required.includes(name) ? ', required' : fixed}`);
+    const wants = el('span', { class: 'wants' }, `${type}${required.includes(name) ? ', required' : otherwise}`);
     const within = depth < DEPTH ? structsIn(each).map(struct => inner(struct, depth + 1)) : [];
     return [el('code', {}, name), el('div', {}, wants, each.description ? prose(each.description) : null, ...within)];
   });
@@ -54,14 +54,15 @@ function fieldsOf(schema, depth = 0) {
   return el('div', {}, schema.$ref && description ? prose(description) : null, rows.length ? facts(rows) : el('p', { class: 'hint' }, none));
 }
 
+/** Return a struct that can be opened. */
 function inner(struct, depth) {
   const node = el('details', { class: 'inner' }, el('summary', {}, nameOf(struct)));
-  // Made when it is opened: a struct may hold itself.
+  // Its fields are inserted when it is opened, because a struct may contain itself.
   node.addEventListener('toggle', () => node.childElementCount === 1 && node.append(fieldsOf(struct, depth)));
   return node;
 }
 
-/** Return the names of all fields, for the search. */
+/** Return the names of all fields of a schema, for the search. */
 function fieldNames(schema, depth = 0) {
   if (depth > DEPTH) return [];
   const structs = structsIn(schema);
@@ -71,10 +72,10 @@ function fieldNames(schema, depth = 0) {
 
 // ---- one operation ----------------------------------------------------------------------------------------------
 
-/** Return a text as one word of a shell. */
+/** Quote a text as one word of a shell. */
 const quoted = text => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** Return a request that can be copied: with what it must have, and the document's examples. */
+/** Return a curl command with the required parameters and the examples of the document. */
 function curlOf(method, path, { parameters, requestBody, responses }) {
   const exampleOf = each => encodeURIComponent(each.example ?? each.name.toUpperCase());
   const place = path.replace(/\{(\w+)\}/g, (_, name) => exampleOf(parameters.find(each => each.name === name)));
@@ -121,14 +122,14 @@ function operationNode({ method, path, operation }) {
 
 // ---- the page ---------------------------------------------------------------------------------------------------
 
-/** Return the operations of a document, with the words by which each is found. */
+/** Return the operations of a document, each with the words by which the search finds it. */
 function operationsIn(document) {
   return Object.entries(document.paths).flatMap(([path, methods]) => METHODS.filter(method => methods[method]).map(method => {
     const operation = methods[method];
     const bodies = [operation.requestBody, ...Object.values(operation.responses)].flatMap(each => Object.values(each?.content ?? {}));
-    const found = [method, path, operation.operationId, operation.summary, ...operation.parameters.map(each => each.name),
+    const terms = [method, path, operation.operationId, operation.summary, ...operation.parameters.map(each => each.name),
       ...bodies.flatMap(each => fieldNames(each.schema))];
-    return { method, path, operation, tag: operation.tags?.[0] ?? '', words: found.join(' ').toLowerCase() };
+    return { method, path, operation, tag: operation.tags?.[0] ?? '', words: terms.join(' ').toLowerCase() };
   }));
 }
 
@@ -157,6 +158,7 @@ class Reference {
     return { rows, node: el('section', {}, heading, ...rows.map(each => each.node)), contents: el('div', {}, title, el('ul', {}, ...rows.map(each => each.link))) };
   }
 
+  /** Show only the operations that have all words of a text, and their number. */
   filter(text) {
     const wanted = text.toLowerCase().split(/\s+/).filter(Boolean);
     let n = 0;
@@ -174,7 +176,7 @@ class Reference {
     for (const each of this.node.querySelectorAll('.operation:not([hidden])')) each.open = isOpen;
   }
 
-  /** Open what the address names: reference.html#send. */
+  /** Open the operation that the address names, as reference.html#send, and end a search that hides it. */
   follow() {
     const node = this.node.querySelector(`#${CSS.escape(location.hash.slice(1) || 'none')}`);
     if (!node?.matches('.operation')) return;

@@ -1,8 +1,8 @@
-// What a page says in place of figures that the broker does not give.
+// The text of a page whose data the broker refuses.
 
 import { el, show, write } from './dom.js';
 
-/** Return a line that shows a Problem; null hides it. */
+/** Return a line with `show(problem)`, which shows a Problem, or hides the line for null. */
 export function refusal() {
   const node = el('p', { class: 'verdict warn', role: 'status', hidden: true });
   return {

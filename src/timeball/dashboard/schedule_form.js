@@ -6,10 +6,10 @@ import { el, keyed, set, show, write } from './dom.js';
 import { instant, printable, zone } from './format.js';
 
 const TIMES = 10;
-const PAUSE_MS = 250; // of typing, before the broker is asked
+const PAUSE_MS = 250; // without a key press, after which the broker is asked
 const ALL = ['cron', 'every', 'rrule', 'at'];
 const LOCAL = ['cron', 'rrule', 'at'];
-// An error of the broker begins with the key that it is about.
+// An error of the broker begins with the key of the rule that causes it.
 const KEY = /^([a-z_]+)[=:]/;
 
 const words = text => text.split(/[\s,]+/).filter(Boolean);
@@ -30,7 +30,7 @@ export function ruleText(rule) {
   return [what, ...more.filter(Boolean)].join(', ');
 }
 
-/** The keys of a rule beside its kind and zone: the kinds that may have each, its input, and how its value is read. */
+/** Return the optional keys of a rule, each with the kinds of rules that may have it, its input, and its `read`. */
 function options(rule) {
   const choice = (key, labels) => select([['', labels[0]], ...labels.slice(1)], rule[key] ?? '');
   return {
@@ -46,13 +46,14 @@ function options(rule) {
   };
 }
 
+/** The fields of a rule. They ask the broker for the next times after each change, and show an error at its field. */
 class RuleFields {
   constructor(rule) {
     this.kind = select([['cron', 'Cron expression'], ['every', 'Interval'], ['rrule', 'Calendar rule (RFC 5545)'], ['at', 'List of local times']],
       ALL.find(kind => kind in rule) ?? 'cron');
     this.inputs = { cron: text(rule.cron ?? '0 9 * * 1-5', { class: 'mono' }), every: text(rule.every ?? '15m'),
       rrule: area(rule.rrule ?? 'DTSTART:20300131T090000\nRRULE:FREQ=WEEKLY;BYDAY=TH', 3), at: area((rule.at ?? []).join('\n'), 3) };
-    // An interval may have no zone, and keeps none.
+    // A rule may be an interval without a zone, which must not get one by a change.
     this.zone = text(rule.zone ?? (Object.keys(rule).length ? '' : zone()), { list: 'zones' });
     this.options = options(rule);
     this.errors = {};
@@ -71,7 +72,7 @@ class RuleFields {
     this.changed();
   }
 
-  /** Return a field with a place for what is wrong with it. */
+  /** Return a field with a place for its error. */
   field(key, label, input, hint) {
     const error = el('p', { class: 'field-error', id: `rule-${key}-error`, hidden: true });
     input.id = `rule-${key}`;
@@ -82,14 +83,15 @@ class RuleFields {
     return node;
   }
 
+  /** Return the rule. Fields of other kinds of rules are left out. */
   read() {
     const kind = this.kind.value;
     const value = this.inputs[kind].value.trim();
     const rule = { [kind]: kind === 'at' ? words(value) : value };
     if (this.zone.value.trim()) rule.zone = this.zone.value.trim();
     for (const [key, { kinds, input, read }] of Object.entries(this.options)) {
-      const given = input.value.trim();
-      if (given && kinds.includes(kind)) rule[key] = read ? read(given) : given;
+      const entered = input.value.trim();
+      if (entered && kinds.includes(kind)) rule[key] = read ? read(entered) : entered;
     }
     return rule;
   }
@@ -116,7 +118,7 @@ class RuleFields {
     } catch (error) {
       problem = error;
     }
-    // What was typed meanwhile is asked for by itself.
+    // The user has changed the rule meanwhile, for which another request is planned.
     if (asking.signal.aborted || asked !== this.asked) return;
     this.answered = true;
     this.showProblem(problem);
@@ -143,10 +145,10 @@ class RuleFields {
   }
 }
 
-/** Return the zones that the browser knows; the broker says which ones there are. */
+/** Return the time zones that the browser knows, as proposals. The broker decides which ones are valid. */
 export const zones = () => el('datalist', { id: 'zones' }, ...Intl.supportedValuesOf('timeZone').map(value => el('option', { value })));
 
-/** Return the fields of a schedule, filled in, and what reads them: all of them, since a PUT sets all. */
+/** Return the filled-in fields of a schedule, and `read()`, which returns all of them, because a PUT replaces all. */
 export function scheduleFields(row) {
   const rule = new RuleFields(row.rule ?? {});
   const isNew = row.name === undefined;

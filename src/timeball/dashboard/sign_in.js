@@ -1,9 +1,10 @@
-// Asks for an account where the broker answers 401.
+// The form for an account, which is shown after an answer 401.
 
 import { Problem, get, signIn, signOut } from './api.js';
 import { el, show, write } from './dom.js';
 import { field } from './dialogs.js';
 
+/** Show the form in `root`, with a reason if an account was refused. Calls `done()` after a successful sign-in. */
 export function signInForm(root, reason, done) {
   const accessKey = el('input', { id: 'access-key', autocomplete: 'username', required: true, spellcheck: 'false' });
   const secretKey = el('input', { id: 'secret-key', type: 'password', autocomplete: 'current-password', required: true });
@@ -18,7 +19,7 @@ export function signInForm(root, reason, done) {
       await get(['v1', 'broker']);
       done();
     } catch (error) {
-      // An account that may not look at the broker is signed in all the same: pages say what it may not do.
+      // An account without the right to read /v1/broker is signed in too: the pages show what it may not read.
       if (error instanceof Problem && error.status === 403) return done();
       signOut();
       write(fault, error.message);

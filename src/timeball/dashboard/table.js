@@ -1,12 +1,15 @@
-// A table whose rows stay where they are while their figures change; on a narrow screen each row is a card.
+// A table whose cells are updated in place. On a narrow screen each row is a card.
 
 import { el, emptiness, keyed, show, write } from './dom.js';
 
 export class DataTable {
-  /** A column is `{ label, kind }` with `value(row)`, a text, or `make(rowNow)`, nodes, and `update(cell, row)` for these. */
+  /**
+   * A column is `{ label, kind }` with `value(row)`, which returns a text, or with `make(rowNow)`, which returns the
+   * nodes of a new cell, and `update(cell, row)`. `rowNow()` returns the current row, because rows are updated.
+   */
   constructor({ caption, columns, keyOf, empty }) {
     Object.assign(this, { columns, keyOf });
-    // The roles are what a table has by itself; a browser forgets them where rows become cards.
+    // A table has these roles by itself, but a browser drops them where the style makes rows to cards.
     this.body = el('tbody', { role: 'rowgroup' });
     const heads = columns.map(({ label, kind, isUnseen }) => el('th', { role: 'columnheader', scope: 'col', class: kind || false },
       isUnseen ? el('span', { class: 'unseen' }, label) : label));
@@ -42,7 +45,7 @@ export class DataTable {
     });
   }
 
-  /** Write again what changes by itself, as the time that is left. */
+  /** Update all rows, for texts that change with the time. */
   refresh() {
     for (const node of this.body.rows) this.update(node, node.row);
   }

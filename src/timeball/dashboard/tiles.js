@@ -1,4 +1,4 @@
-// Figures that are read from across a room.
+// Large figures with a label and a note.
 
 import { el, set, write } from './dom.js';
 
@@ -9,7 +9,7 @@ export class Tile {
     this.node = el('div', { class: 'tile' }, el('h2', { class: 'tile-label' }, label), this.value, this.note);
   }
 
-  /** `tone`: good, warn or bad, where the figure has a meaning of its own. */
+  /** Show a figure. `tone` colours it: good, warn, bad, or none. */
   show(value, note = '', tone = '') {
     write(this.value, value);
     write(this.note, note);

@@ -1,4 +1,4 @@
-// Bulk operations on all pending messages that meet a condition: to try, to apply, to undo.
+// Bulk operations on all pending messages that meet a condition: dry run, apply and undo.
 
 import { ask, get } from '../api.js';
 import { BarList } from '../charts.js';
@@ -13,9 +13,10 @@ import { DataTable } from '../table.js';
 
 const EVERY_MS = 3_000;
 const TONES = { active: 'good', undone: 'warn', over: '' };
-const TRY = 'timeball selections cancel --topic orders --where "region = \'eu\'" --dry-run';
+const DRY_RUN = 'timeball selections cancel --topic orders --where "region = \'eu\'" --dry-run';
 
-// An operation is an entry here. `fields()` returns the nodes of its own fields, and `read()` their part of the request.
+// The operations. `fields()` creates the fields that only this operation has: their nodes, and `read()`, which returns
+// their part of the request.
 const NO_FIELDS = () => ({ nodes: [], read: () => ({}) });
 const OPERATIONS = [
   { action: 'cancel', label: 'Cancel', note: 'They will not be delivered.', done: 'Cancelled', isDangerous: true, fields: NO_FIELDS },
@@ -26,12 +27,14 @@ const OPERATIONS = [
   { action: 'move', label: 'Move', note: 'They will be released to the other topic, when they are due.', done: 'Moved', fields: () => ownField('to_topic', 'To topic') },
 ];
 
+/** Return the only field of an operation, as `fields()` does. */
 function ownField(name, label, hint) {
   const input = el('input', { spellcheck: 'false', autocomplete: 'off' });
   return { nodes: [field(label, input, hint)], read: () => ({ [name]: input.value.trim() }) };
 }
 
 const messages = n => `${count(n)} ${n === 1 ? 'message' : 'messages'}`;
+// An instant without its milliseconds.
 const second = ms => instant(ms - (ms % 1_000));
 const operationOf = action => OPERATIONS.find(each => each.action === action) ?? { label: action };
 
@@ -62,7 +65,7 @@ class Bulk {
     const done = () => this.poll.now();
     this.table = new DataTable({
       caption: 'Bulk operations, the newest first', keyOf: row => row.id,
-      empty: emptiness('No bulk operations.', 'An operation covers the messages that are pending when it is accepted. Try one without effect:', TRY),
+      empty: emptiness('No bulk operations.', 'An operation covers the messages that are pending when it is accepted. Try one without effect:', DRY_RUN),
       columns: [
         { label: 'Operation', make: () => [el('bdi', { class: 'when' }), el('span', { class: 'away mono' })], update: showOperation },
         { label: 'Condition', kind: 'what', make: () => el('bdi', { class: 'text mono' }), update: (cell, row) => write(cell.firstChild, printable(conditionOf(row), 300)) },
@@ -86,6 +89,7 @@ class Bulk {
     this.poll.stop();
   }
 
+  /** Show the fields of the chosen operation. */
   choose() {
     this.chosen = operationOf(this.operation.value);
     this.fields = this.chosen.fields();
@@ -93,7 +97,7 @@ class Bulk {
     this.forget();
   }
 
-  /** Forget a dry run: it was of another request. */
+  /** Forget a dry run after a change of the request, and let the user not apply it. */
   forget() {
     this.tried = null;
     show(this.found, false);
@@ -101,6 +105,7 @@ class Bulk {
     this.apply.disabled = true;
   }
 
+  /** Return the request of the form. */
   read() {
     const at = input => (input.value ? new Date(input.value).getTime() : undefined);
     return { action: this.chosen.action, where: this.where.value.trim(), topics: this.topics.value.split(/[\s,]+/).filter(Boolean),
@@ -118,7 +123,7 @@ class Bulk {
       this.say(error.code ? `${error.message} (${error.code})` : error.message, 'bad');
       return;
     }
-    // Another dry run is for a request that was changed meanwhile.
+    // The user has changed the request meanwhile, which needs another dry run.
     if (JSON.stringify(request) !== JSON.stringify(this.read())) return;
     this.tried = { request, found };
     this.apply.disabled = found.count === 0;
@@ -126,12 +131,14 @@ class Bulk {
     this.showFound(found);
   }
 
+  /** Show a text below the form. */
   say(text, tone) {
     write(this.verdict, printable(text, 500));
     this.verdict.className = `verdict ${tone}`;
     show(this.verdict, true);
   }
 
+  /** Show the result of a dry run: samples, and the load of each hour before and after. */
   showFound({ samples = [], load = [], first_due: first, last_due: last }) {
     show(this.found, samples.length > 0);
     const shown = samples.map(({ due_ms: ms, topic, id, keys = [] }) => [instant(ms), bdi([topic, ...keys, id ?? ''].join(' '), 160)]);
@@ -140,6 +147,7 @@ class Bulk {
       el('h2', {}, 'The first of them'), facts(shown), el('h2', {}, 'Messages of each hour, before and after'), this.load.node);
   }
 
+  /** Apply the operation of the last dry run, after a confirmation. */
   ask() {
     const { request, found } = this.tried;
     const { label, note, done: word, isDangerous } = this.chosen;
@@ -154,7 +162,7 @@ class Bulk {
   }
 }
 
-/** Return a request or an operation with its distance or topic: "Shift by 2 h", "Move to orders-eu". */
+/** Return the text of a request or an operation, with its shift or topic: "Shift by 2 h", "Move to orders-eu". */
 function operationText({ action, shift, shift_ms: ms, to_topic: topic }) {
   const by = shift ?? (ms && span(ms));
   return [operationOf(action).label, by && `by ${by}`, topic && `to ${topic}`].filter(Boolean).join(' ');

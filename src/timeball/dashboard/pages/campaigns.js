@@ -1,4 +1,4 @@
-// Bulk writes as objects: to pause, to resume, to cancel.
+// Campaigns, which are bulk writes with a name: they can be paused, resumed and cancelled.
 
 import { ask, get } from '../api.js';
 import { broker } from '../broker.js';

@@ -1,4 +1,4 @@
-// The groups of a cluster: who leads, how far each replica is, and what is wrong.
+// The groups of a cluster: the leader, the state of each replica, and problems.
 
 import { get } from '../api.js';
 import { broker, follow } from '../broker.js';
@@ -12,7 +12,7 @@ import { DataTable } from '../table.js';
 
 const EVERY_MS = 2_000;
 const TONES = { leader: 'good', follower: 'good', learner: 'warn', silent: 'warn', gone: 'bad', stopped: 'bad' };
-const CLOCK_MS_MAX = 500; // docs/cluster.md: a new leader whose clock is ahead releases early by as much
+const CLOCK_MS_MAX = 500; // a new leader whose clock is ahead by this releases early by as much (docs/cluster.md)
 
 export const cluster = {
   id: 'cluster',
@@ -36,7 +36,7 @@ export const cluster = {
       loading,
     });
 
-    // A broker alone is not asked for its cluster.
+    // A single broker is not asked for its cluster.
     function draw() {
       const isAlone = broker.status.replica === undefined;
       show(alone, isAlone);
@@ -44,7 +44,7 @@ export const cluster = {
       if (!isAlone && poll.isStopped) poll.start();
     }
 
-    // The groups are another question: their poll ends the loading.
+    // The groups come by another request, whose poll ends the loading, so `done` does nothing here.
     const leave = follow({ done() {}, lost: reason => loading.lost(reason), refused: () => loading.refused() }, unseen, draw);
     return { close: () => {
       leave();

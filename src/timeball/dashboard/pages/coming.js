@@ -1,9 +1,9 @@
-// What falls due when: the load that is to come, from a minute by seconds to a year by days.
+// The due load of the coming time: from a minute by seconds to a year by days.
 
 import { between, broker } from '../broker.js';
 import { get } from '../api.js';
 import { BarChart, BarList, ticks } from '../charts.js';
-import { field, offer, select } from '../dialogs.js';
+import { addOptions, field, select } from '../dialogs.js';
 import { button, el, emptiness, keyed, section, set, show, write } from '../dom.js';
 import { clock, count, instant, rate, share, span } from '../format.js';
 import { Loading } from '../loading.js';
@@ -13,21 +13,21 @@ import { Tile, tiles } from '../tiles.js';
 
 const SIZES = { second: 1_000, minute: 60_000, hour: 3_600_000, day: 86_400_000 };
 const UNITS = Object.keys(SIZES);
-// Name, unit, how many.
+// The name of a view, its unit, and its number of units.
 const VIEWS = [['Minute', 'second', 60], ['Hour', 'minute', 60], ['Day', 'hour', 24], ['Month', 'day', 31], ['Year', 'day', 365]];
 const EVERY_MS = { second: 2_000, minute: 5_000, hour: 10_000, day: 20_000 };
-const FAR = 4; // a rate that is so many times the highest bar is said and not drawn
+const FAR = 4; // a rate above this multiple of the highest bar is written and not drawn
 const PEAKS = 5;
 const TOPICS = 12;
 const DAY_AND_MONTH = new Intl.DateTimeFormat('en-GB', { day: 'numeric', month: 'short' });
-// The broker's days are those of UTC.
+// The broker counts days in UTC.
 const UTC_DAY = new Intl.DateTimeFormat('en-GB', { day: 'numeric', month: 'short', timeZone: 'UTC' });
 const UTC_WEEKDAY = new Intl.DateTimeFormat('en-GB', { timeZone: 'UTC', weekday: 'short', day: 'numeric', month: 'short', year: 'numeric' });
 
 const SEND = `curl -s ${location.origin}/v1/topics/reminders/messages \\
   -H 'content-type: application/json' -d '{"body": "hello", "after": "30m"}'`;
 
-/** Return what the address asks for: `from` is absent for a window that goes with the time. */
+/** Return the window and the topic that the address names. `fromMs` is null for a window that begins at the present. */
 function windowOf(parameters) {
   const by = UNITS.includes(parameters.get('by')) ? parameters.get('by') : 'minute';
   const n = Math.min(400, Math.max(2, Number(parameters.get('n')) || 60));
@@ -80,24 +80,25 @@ class Coming {
     broker.removeEventListener('change', this.onBroker);
   }
 
-  /** Show what the address names: also when a person goes back. */
+  /** Show the window that the address names. Also called when the user goes back in the history. */
   follow(parameters) {
     this.window = windowOf(parameters);
     const { by, n, fromMs, topic } = this.window;
     for (const each of this.views.childNodes) {
       set(each, 'aria-pressed', each.dataset.view === `${by}-${n}` && fromMs === null ? 'true' : 'false');
     }
-    if (topic) offer(this.topics, [topic]);
+    if (topic) addOptions(this.topics, [topic]);
     this.topics.value = topic;
     this.out.disabled = by === 'day' && n >= 365;
     this.chart.point(-1);
     this.poll?.stop();
-    // Another window may hold messages. A chart stays until the next one is there, and so does the focus on it.
+    // After an empty window, the next one is loading. A chart stays until the next answer, and so does its focus.
     if (!this.nothing.hidden) this.loading.begin();
     this.poll = new Poll({ everyMs: EVERY_MS[by], read: signal => this.read(signal), show: found => this.show(found),
       fail: error => this.refused.show(error), loading: this.loading }).start();
   }
 
+  /** Open the address of the window with changed fields. */
   go(change) {
     const { by, n, fromMs, topic } = { ...this.window, ...change };
     const parameters = new URLSearchParams({ by, n, ...(fromMs ? { from: fromMs } : {}), ...(topic ? { topic } : {}) });
@@ -137,6 +138,7 @@ class Coming {
     this.drawSpeed();
   }
 
+  /** Show the highest bars. */
   showPeaks(by, sum) {
     const peaks = this.buckets.map((due, at) => ({ due, at })).filter(({ due }) => due > 0)
       .sort((a, b) => b.due - a.due || a.at - b.at).slice(0, PEAKS);
@@ -156,11 +158,11 @@ class Coming {
   showTopics(topics, recurring) {
     const names = Object.keys({ ...topics, ...recurring });
     const rows = names.map(label => ({ label, n: (topics[label] ?? 0) + (recurring[label] ?? 0) })).sort((a, b) => b.n - a.n || (a.label < b.label ? -1 : 1));
-    offer(this.topics, rows.map(({ label }) => label));
+    addOptions(this.topics, rows.map(({ label }) => label));
     this.ofTopics.show(rows.slice(0, TOPICS), row => count(row.n));
   }
 
-  /** Lay over the chart what consumers take, as much as they would in the time of a bar. */
+  /** Draw a line at the number of messages that consumers take in the time of a bar, by the rate of the last minute. */
   drawSpeed() {
     const perSecond = deliveredPerSecond();
     this.speed.show(perSecond === null ? '–' : rate(perSecond), perSecond === null ? 'not known yet' : 'a second, in the last minute');
@@ -216,9 +218,9 @@ class Coming {
 
   zoomOut() {
     const { by, n, fromMs } = this.window;
-    const here = VIEWS.findIndex(([, unit, most]) => unit === by && most >= n);
-    const [, unit, most] = VIEWS[Math.min(VIEWS.length - 1, here < 0 ? VIEWS.length - 1 : here + 1)];
-    // The window that was seen stays in it, from the whole unit on.
+    const viewNow = VIEWS.findIndex(([, unit, most]) => unit === by && most >= n);
+    const [, unit, most] = VIEWS[Math.min(VIEWS.length - 1, viewNow < 0 ? VIEWS.length - 1 : viewNow + 1)];
+    // The larger window begins at a multiple of its length, and contains the smaller one.
     const beginMs = fromMs === null ? null : Math.floor(fromMs / (SIZES[unit] * most)) * SIZES[unit] * most;
     const isPast = beginMs !== null && beginMs < broker.nowMs();
     this.go({ by: unit, n: most, fromMs: isPast ? null : beginMs });
@@ -227,12 +229,12 @@ class Coming {
   shift(by) {
     const { n } = this.window;
     const toMs = this.fromMs + by * n * this.size;
-    // Back at the present it goes with the time again.
+    // A window that reaches the present has no fixed begin.
     this.go({ fromMs: toMs <= broker.nowMs() ? null : toMs });
   }
 }
 
-/** Return what consumers have taken a second, over the last minute of our history; null when it is not known. */
+/** Return the deliveries per second of the last minute, null while they are not known. */
 function deliveredPerSecond() {
   const newest = broker.history.at(-1);
   const oldest = broker.history.find(sample => newest && sample.atMs >= newest.atMs - 60_000);

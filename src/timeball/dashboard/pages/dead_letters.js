@@ -1,8 +1,8 @@
-// Messages that a group has given up: to read, to send again, to delete.
+// Dead letters of a group: to read, to send again, and to delete.
 
 import { ask, get, getAll } from '../api.js';
 import { broker } from '../broker.js';
-import { confirm, facts, field, select, tell } from '../dialogs.js';
+import { confirm, facts, field, select, showDialog } from '../dialogs.js';
 import { button, el, emptiness, show, write } from '../dom.js';
 import { count, distance, instant, printable } from '../format.js';
 import { about, bdi, bodyView, propertiesView } from '../messages.js';
@@ -39,7 +39,7 @@ class DeadLetters {
       empty: emptiness('No dead letters.', 'A message comes here when a group has given it back as often as its attempts allow.'),
     });
     this.bar = el('div', { class: 'toolbar admin' }, this.resend, this.remove, this.all);
-    show(this.bar, false); // until it is known which group this is
+    show(this.bar, false); // until the group of the page is known
     const card = el('section', { class: 'card' }, this.summary, this.bar, this.table.node, el('div', { class: 'actions' }, this.back, this.next));
     this.loading = new Loading(card);
     root.append(el('div', { class: 'toolbar' }, field('Group', this.group)), this.refused.node, this.loading.node, card);
@@ -72,6 +72,7 @@ class DeadLetters {
     return input;
   }
 
+  /** Open the page of another group. */
   go(group) {
     location.hash = `#/dead-letters?${new URLSearchParams({ group })}`;
   }
@@ -81,14 +82,14 @@ class DeadLetters {
     this.pages = [''];
     this.chosen.clear();
     this.poll?.stop();
-    this.loading.begin(); // the letters of another group are no answer
+    this.loading.begin(); // so that the letters of another group are not shown for this one
     this.poll = new Poll({ everyMs: EVERY_MS, read: signal => this.read(signal), show: found => this.show(found),
       fail: error => this.refused.show(error), loading: this.loading }).start();
   }
 
   async read(signal) {
     const groups = await getAll(['v1', 'groups'], 'groups', signal);
-    // With none named: the one with the most to do.
+    // If the address names no group, the page shows the one with the most dead letters.
     const [most] = [...groups].sort((a, b) => b.dead_letters - a.dead_letters);
     const name = this.asked || most?.group;
     const page = name ? await get(['v1', 'groups', name, 'dead-letters'], { max: ROWS, page: this.pages.at(-1) }, signal) : { dead_letters: [] };
@@ -106,8 +107,8 @@ class DeadLetters {
       write(option, label);
     }
     if (name && document.activeElement !== this.group) this.group.value = name;
-    const there = new Set(rows.map(row => row.dead_letter));
-    for (const each of this.chosen) if (!there.has(each)) this.chosen.delete(each);
+    const shown = new Set(rows.map(row => row.dead_letter));
+    for (const each of this.chosen) if (!shown.has(each)) this.chosen.delete(each);
     this.table.show(rows);
     const place = this.pages.length > 1 ? `, page ${this.pages.length}` : '';
     write(this.summary, name ? `${count(rows.length)}${nextPage ? ' and more' : ''} of ${printable(name, 60)}${place}.` : '');
@@ -145,6 +146,7 @@ class DeadLetters {
       act: () => this.act(verb.value, { all: true }) });
   }
 
+  /** Send letters again or delete them, after a confirmation. `what` names them in its text. */
   ask(verb, body, what) {
     const isResend = verb === 'resend';
     confirm({ title: isResend ? `Send ${what} again?` : `Delete ${what}?`, about: [['Group', bdi(this.name)]],
@@ -152,6 +154,7 @@ class DeadLetters {
       label: isResend ? 'Send again' : 'Delete', isDangerous: !isResend, done: () => this.done(), act: () => this.act(verb, body) });
   }
 
+  /** Make the request, and return a verdict for `confirm`. Raises Problem. */
   async act(verb, body) {
     const { count: done, results } = await ask('POST', ['v1', 'groups', this.name, 'dead-letters', verb], { body });
     const gone = results.filter(({ verdict }) => verdict === 'not_found').length;
@@ -166,7 +169,7 @@ class DeadLetters {
   }
 
   look(row) {
-    tell('Dead letter', el('div', { class: 'stack' }, facts([...about(row), ['Given up', instant(row.died_ms)], ['Attempts', row.attempts],
+    showDialog('Dead letter', el('div', { class: 'stack' }, facts([...about(row), ['Given up', instant(row.died_ms)], ['Attempts', row.attempts],
       ['Reason', row.reason && bdi(row.reason, 500)], ['Tag', row.tag && bdi(row.tag)]]), bodyView(row), propertiesView(row.properties)));
   }
 }

@@ -1,4 +1,4 @@
-// Consumer groups: how far behind each is, and what it has in hand.
+// Consumer groups: their lag, their messages in flight, and their dead letters.
 
 import { getAll } from '../api.js';
 import { el, emptiness, keyed, set, write } from '../dom.js';
@@ -48,14 +48,14 @@ export const groups = {
   },
 };
 
-/** Show which messages members of the group want differently: each of them loses some. */
+/** Show the topics of which members of the group want different messages, so that each member loses some. */
 function showConflicts(cell, row) {
   const text = ({ topic, wanted }) => `Members want different ${topic ? `messages of ${printable(topic, 60)}` : 'topics'}: ${wanted.map(each => printable(each, 60)).join('; ')}`;
   keyed(cell.firstChild.lastChild, row.conflicts ?? [], ({ topic }) => topic, () => el('li', { class: 'state warn' }),
     (item, conflict) => write(item, text(conflict)));
 }
 
-/** Show how many messages the group has lost before it read them, and how many of its dead letters. */
+/** Show how many messages expired before the group read them, and how many of its dead letters expired. */
 function showExpired(cell, row) {
   const letters = row.expired_dead_letters ? `, dead letters ${count(row.expired_dead_letters)}` : '';
   write(cell.firstChild, `${count(row.expired ?? 0)}${letters}`);
@@ -70,7 +70,7 @@ function showTopics(cell, row) {
     });
 }
 
-/** Return the name of a topic; of the one that brings a group's messages back, that of their own and what it is. */
+/** Return the name of a topic. A retry topic is shown as the topic of its messages, with a note. */
 function nameOf(topic, group) {
   const prefix = `%RETRY%${group}_`;
   const [name, note] = topic.startsWith(prefix) ? [topic.slice(prefix.length), ', to be tried again'] : [topic, ''];

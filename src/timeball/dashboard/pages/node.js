@@ -1,4 +1,4 @@
-// The process and its disk.
+// The process of the broker: its memory, its disk, its log and its clock.
 
 import { broker, follow, waiting } from '../broker.js';
 import { facts } from '../dialogs.js';
@@ -8,7 +8,7 @@ import { Loading } from '../loading.js';
 import { refusal } from '../refusal.js';
 import { Tile, tiles } from '../tiles.js';
 
-const ROOM_BYTES = 5 * 1024 ** 3; // less is worth a look
+const ROOM_BYTES = 5 * 1024 ** 3; // less free space is shown as a warning
 
 export const node = {
   id: 'node',
@@ -43,12 +43,14 @@ export const node = {
   },
 };
 
+/** Update a list in place. Pairs without a value are left out. */
 function update(card, pairs) {
   const known = pairs.filter(([, value]) => value !== undefined && value !== '');
   keyed(card.querySelector('dl'), known, ([name]) => name,
     ([name]) => el('div', {}, el('dt', {}, name), el('dd')), (pair, [, value]) => write(pair.lastChild, value));
 }
 
+/** Return the lists of the page: a title, and pairs of a name and a text. */
 function groupsOf(status) {
   const { log, schedule, table, access, transactions } = status;
   return [

@@ -1,4 +1,4 @@
-// The pipeline's jobs, and what the last audit found in the books.
+// The jobs of the pipeline, and the last audit.
 
 import { get } from '../api.js';
 import { broker } from '../broker.js';
@@ -12,10 +12,10 @@ import { refusal } from '../refusal.js';
 import { DataTable } from '../table.js';
 
 const EVERY_MS = 5_000;
-const SILENT_MS = 20_000; // a job that lives says so every five seconds
+const SILENT_MS = 20_000; // a running job reports every five seconds
 const LIVES = new Set(['starting', 'running', 'waiting']);
 const TONES = { running: 'good', waiting: 'good', failed: 'bad', silent: 'warn' };
-// Every message that was accepted is in one of these; the others are faults, and are nought.
+// Each accepted message is counted in one of SIDES. FAULTS count errors, and are 0 if there is none.
 const SIDES = ['released', 'cancelled', 'expired', 'replaced', 'selected', 'missed', 'pending'];
 const FAULTS = ['lost', 'early', 'duplicate', 'unknown', 'changed', 'overdue', 'queue_gaps'];
 
@@ -57,7 +57,7 @@ export const pipeline = {
         shown = text;
       },
       fail: error => {
-        // A broker that knows nothing of the jobs beside it: the commands below say more.
+        // 404: this broker has no reports of jobs. The page shows the command that starts them.
         if (error.status !== 404) {
           refused.show(error);
           return;
@@ -86,7 +86,7 @@ function showHeard(cell, row) {
 
 const lag = last => (last ? `${count(last.lag)} ${last.unit === 'seq' ? 'rows' : 'ms'}` : '–');
 
-/** Return an audit as a balance: what came in on one side, where it is on the other. */
+/** Return an audit as a verdict and a list: the accepted messages, and the number in each state. */
 function balance(audit) {
   const sum = SIDES.reduce((all, side) => all + (audit[side] ?? 0), 0);
   const faults = FAULTS.filter(name => audit[name] > 0);

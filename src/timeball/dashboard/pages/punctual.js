@@ -1,4 +1,4 @@
-// How late scheduled messages are: now, since the start, and how many a second.
+// The lateness of scheduled messages, in the last minute and since the start, and the rate of releases.
 
 import { BOUNDS, between, broker, bucketsOf, follow, lately, quantile, waiting } from '../broker.js';
 import { BarList, LineChart, ticks } from '../charts.js';
@@ -10,8 +10,8 @@ import { Tile, tiles } from '../tiles.js';
 
 const NOW_MS = 60_000;
 const SHOWN_MS = 10 * 60_000;
-const GAP_MS = 10_000; // the tab was hidden, or the broker gone
-const LATE_MS = 100; // p99 beyond this is worth a look
+const GAP_MS = 10_000; // between samples: the tab was hidden, or the broker did not answer
+const LATE_MS = 100; // a p99 above this is shown as a warning
 const VERY_LATE_MS = 1_000;
 const SHOWN_BOUNDS = [1, 10, 100, 1_000, 10_000];
 
@@ -19,7 +19,8 @@ const SEND = `curl -s ${location.origin}/v1/topics/reminders/messages \\
   -H 'content-type: application/json' -d '{"body": "hello", "after": "10s"}'`;
 
 const bound = at => (at < 0 ? '–' : BOUNDS[at] === Infinity ? '> 1 min' : at === 0 ? '0 ms' : `≤ ${span(BOUNDS[at])}`);
-// The bound of a bucket may lie far above all that is in it, and a bound above the latest would be read as an error.
+// The bound of a bucket may be far above the releases in it. A bound above the maximum would look like an error, so the
+// maximum is shown instead.
 const within = (at, mostMs) => (at > 0 && BOUNDS[at] !== Infinity && BOUNDS[at] > mostMs ? `≤ ${span(mostMs)}` : bound(at));
 const tone = at => (at < 0 ? '' : BOUNDS[at] <= LATE_MS ? 'good' : BOUNDS[at] <= VERY_LATE_MS ? 'warn' : 'bad');
 
@@ -75,18 +76,19 @@ export const punctual = {
   },
 };
 
-/** Return the rows from the first bound to the last that counts anything, those between included. */
+/** Return the buckets from the first to the last with a release, also empty buckets between them. */
 function histogramOf(counts, latestMs) {
   const used = counts.flatMap((n, at) => (n > 0 ? [at] : []));
   return counts.slice(0, (used.at(-1) ?? -1) + 1).map((n, at) => ({ label: within(at, latestMs), n })).slice(used[0] ?? 0);
 }
 
+/** Draw the charts of the last ten minutes, with gaps where samples are missing. */
 function drawTimes(late, released) {
   const samples = broker.history;
   const endMs = samples.at(-1).atMs;
   const across = ms => 1 - (endMs - ms) / SHOWN_MS;
   const steps = samples.slice(1).map((sample, at) => between(samples[at], sample));
-  // As high as it needs to be, and never so low that a millisecond looks like a mountain.
+  // The chart reaches at least 200 ms, so that one millisecond does not fill it.
   const highest = Math.max(BOUNDS.indexOf(200), ...steps.map(step => quantile(step.counts, 0.99) + 1));
   const [half, most, speeds] = [[], [], []];
   for (let at = 1; at < samples.length; at += 1) {

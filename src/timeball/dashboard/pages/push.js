@@ -1,4 +1,4 @@
-// Push subscriptions: where messages are sent to, and how that goes; to make, change, pause, resume, delete.
+// Push subscriptions: their receivers and states, and the dialogs that create, change, pause, resume and delete one.
 
 import { ask, get, getAll } from '../api.js';
 import { confirm, field, select } from '../dialogs.js';
@@ -61,7 +61,7 @@ export const push = {
   },
 };
 
-/** Return the subscriptions, each with the dead letters of its group. */
+/** Return the subscriptions, each with the number of dead letters of its group. */
 async function read(signal) {
   const [{ subscriptions }, groups] = await Promise.all([get(['v1', 'subscriptions'], {}, signal), getAll(['v1', 'groups'], 'groups', signal)]);
   const dead = new Map(groups.map(each => [each.group, each.dead_letters]));
@@ -87,7 +87,7 @@ function showDead(cell, row) {
   write(cell.firstChild, count(row.dead_letters));
 }
 
-// ---- what may be done to one --------------------------------------------------------------------------------------
+// ---- actions on a subscription ------------------------------------------------------------------------------------
 
 function actions(row, done) {
   return el('span', { class: 'actions' },
@@ -138,7 +138,7 @@ function make(names, done) {
   confirm({ title: 'New push subscription', fields: [field('Name', name), ...form.fields], label: 'Make it', done, act: async () => {
     const wanted = name.value.trim();
     if (!wanted) return ['Give it a name.', 'again'];
-    // A PUT would change the one that there is.
+    // A PUT would change the existing subscription.
     if (names.has(wanted)) return ['There is a subscription of this name: change that one.', 'again'];
     return verdictOf(await ask('PUT', pathOf(wanted), { body: form.read() }), 'Made.');
   } });
@@ -151,7 +151,7 @@ function change(row, done) {
     act: async () => verdictOf(await ask('PUT', pathOf(row.name), { body: { ...form.read(), rotate_secret: rotate.value === 'true' } }), 'Changed.') });
 }
 
-/** Return the fields of a subscription, filled in, and what reads them: all of them, since a PUT sets all. */
+/** Return the filled-in fields of a subscription, and `read()`, which returns all of them: a PUT replaces all. */
 function fieldsOf(row) {
   const text = value => el('input', { spellcheck: 'false', autocomplete: 'off', value: value ?? '' });
   const number = (value, attributes) => el('input', { type: 'number', value: value ?? '', ...attributes });
@@ -172,6 +172,7 @@ function fieldsOf(row) {
   };
 }
 
+/** Return a verdict for `confirm`, with the secret if the answer has one. */
 function verdictOf({ secret }, sentence) {
   if (!secret) return [sentence, 'good'];
   const shown = el('input', { class: 'mono', readonly: true, value: secret, spellcheck: 'false', onfocus: () => shown.select() });

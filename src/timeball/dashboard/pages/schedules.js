@@ -1,9 +1,9 @@
-// Recurring schedules: the list, a day of them, and to make, change, pause, resume, run and delete one.
+// Recurring schedules: the list, the view of a day, and the dialogs that create, change or end one.
 
 import { Problem, ask, get } from '../api.js';
 import { broker } from '../broker.js';
 import { DayView } from '../day_view.js';
-import { confirm, facts, field, offer, select, tell } from '../dialogs.js';
+import { addOptions, confirm, facts, field, select, showDialog } from '../dialogs.js';
 import { button, el, emptiness, set, show, write } from '../dom.js';
 import { count, distance, instant, printable } from '../format.js';
 import { bdi } from '../messages.js';
@@ -70,7 +70,7 @@ class Schedules {
   show({ schedules: rows, next_page: nextPage }) {
     this.refused.show(null);
     this.nextPage = nextPage;
-    offer(this.topic, rows.map(row => row.topic));
+    addOptions(this.topic, rows.map(row => row.topic));
     this.table.show(rows);
     this.day.showRows(rows);
     show(this.back, this.pages.length > 1);
@@ -94,7 +94,7 @@ function showState(cell, { state, error }) {
   write(cell.children[1], printable(error ?? '', 200));
 }
 
-// ---- what may be done to one --------------------------------------------------------------------------------------
+// ---- actions on a schedule ----------------------------------------------------------------------------------------
 
 function actions(row, done) {
   return el('span', { class: 'actions' },
@@ -114,7 +114,7 @@ const pathOf = (name, ...verb) => ['v1', 'schedules', name, ...verb];
 const about = row => [['Schedule', bdi(row.name)], ['Rule', bdi(ruleText(row.rule), 500)], ['Time zone', row.rule.zone && bdi(row.rule.zone)], ['Topic', bdi(row.topic)]];
 const nextText = ({ next, state }) => (next ? `The next time is ${instant(next.due_ms)}.` : `It is ${state}.`);
 
-/** Show what became of the last times. */
+/** Show a schedule, and the states of the messages of its last times. */
 async function look(row) {
   let times = [];
   try {
@@ -122,10 +122,10 @@ async function look(row) {
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
   }
-  // The broker knows no message of the times before them: the schedule did not exist, or the log keeps none any more.
+  // The broker knows no message of still earlier times: the schedule did not exist, or the log has deleted them.
   const known = times.slice(0, times.findLastIndex(({ state }) => state !== 'unknown') + 1);
   const past = known.map(({ due_ms: ms, state, reason }) => [instant(ms), reason ? `${state}, ${printable(reason, 80)}` : state]);
-  tell('Schedule', el('div', { class: 'stack' }, facts([...about(row), ['State', row.state], ['Sent so far', count(row.runs)], ['Missed times', `${row.catch_up}, within ${row.catch_up_within}`],
+  showDialog('Schedule', el('div', { class: 'stack' }, facts([...about(row), ['State', row.state], ['Sent so far', count(row.runs)], ['Missed times', `${row.catch_up}, within ${row.catch_up_within}`],
     ['Skips for the group', row.group && bdi(row.group)]]), el('h3', {}, 'Its last times'), past.length ? facts(past) : el('p', { class: 'hint' }, 'None is known.')));
 }
 
@@ -161,7 +161,7 @@ function make(done) {
   confirm({ title: 'New schedule', fields: [field('Name', name), ...form.fields], label: 'Make it', done, act: async () => {
     const wanted = name.value.trim();
     if (!wanted) return ['Give it a name.', 'again'];
-    // A PUT would replace the one that there is.
+    // A PUT would replace the existing schedule.
     if (await exists(wanted)) return ['There is a schedule of this name: change that one.', 'again'];
     return [`Made. ${nextText(await ask('PUT', pathOf(wanted), { body: form.read() }))}`, 'good'];
   } });

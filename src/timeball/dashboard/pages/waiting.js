@@ -1,8 +1,8 @@
-// What waits: by key, id, topic and instant; to look at, to move, to cancel.
+// Pending messages: a search by key, id, topic and due time, and dialogs that show, reschedule and cancel one.
 
 import { Problem, get } from '../api.js';
 import { broker } from '../broker.js';
-import { facts, field, offer, select, tell } from '../dialogs.js';
+import { addOptions, facts, field, select, showDialog } from '../dialogs.js';
 import { button, el, emptiness, set, show, write } from '../dom.js';
 import { bytes, distance, instant, printable, shortened, zone } from '../format.js';
 import { about, bdi, bodyView, cancelMessage, propertiesView, rescheduleMessage } from '../messages.js';
@@ -13,7 +13,7 @@ import { DataTable } from '../table.js';
 
 const EVERY_MS = 5_000;
 const ROWS = 50;
-const EMPTY_PAGES = 20; // followed at once; beyond, a person may go on
+const EMPTY_PAGES = 20; // empty pages that are skipped at once; after them the user may go to the next page
 const STATES = { waiting: 'warn', visible: 'good', cancelled: 'bad', expired: '' };
 
 export const waitingPage = {
@@ -68,13 +68,13 @@ class Waiting {
     const { key, id, topic, from, to } = this.asked;
     this.by.value = id ? 'id' : 'key';
     this.text.value = id || key;
-    if (topic) offer(this.topic, [topic]);
+    if (topic) addOptions(this.topic, [topic]);
     this.topic.value = topic;
     this.from.value = local(from);
     this.to.value = local(to);
     this.pages = [''];
     this.poll?.stop();
-    this.loading.begin(); // rows of another search are no answer to this one
+    this.loading.begin(); // so that rows of another search are not shown for this one
     this.poll = new Poll({ everyMs: EVERY_MS, read: signal => this.read(signal), show: found => this.show(found),
       fail: error => this.fail(error), loading: this.loading }).start();
   }
@@ -105,7 +105,7 @@ class Waiting {
     if (!id) {
       const query = { key, topic, from: rfc3339(from), to: rfc3339(to), max: ROWS, page: this.pages.at(-1) };
       let found = await get(['v1', 'messages'], query, signal);
-      // The broker bounds the work of a page: one may be empty and lead on.
+      // The broker limits the work for a page, so a page may be empty although others follow.
       for (let n = 0; found.messages.length === 0 && found.next_page && n < EMPTY_PAGES; n += 1) {
         found = await get(['v1', 'messages'], { ...query, page: found.next_page }, signal);
       }
@@ -129,7 +129,7 @@ class Waiting {
   }
 
   fail(error) {
-    // Of an id that is not known: nothing fits, which is an answer.
+    // 404 for an id means that no message has it, which is an empty result.
     if (error.status === 404 && this.asked.id) {
       this.loading.done();
       this.show({ messages: [], isById: true });
@@ -147,9 +147,9 @@ class Waiting {
   async loadTopics() {
     try {
       const { topics } = await get(['v1', 'topics']);
-      offer(this.topic, topics.map(({ topic }) => topic));
+      addOptions(this.topic, topics.map(({ topic }) => topic));
     } catch (error) {
-      // The page serves without them: what is wrong is said beside the table.
+      // The page works without the list of topics. Its poll shows the error.
       if (!(error instanceof Error)) throw error;
     }
   }
@@ -162,7 +162,7 @@ class Waiting {
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
     }
-    tell('Message', el('div', { class: 'stack' }, facts([...about(found), ...placeOf(found)]), bodyView(found), propertiesView(found.properties)));
+    showDialog('Message', el('div', { class: 'stack' }, facts([...about(found), ...placeOf(found)]), bodyView(found), propertiesView(found.properties)));
   }
 }
 
@@ -179,6 +179,7 @@ function actions(row, done) {
     button('Cancel', () => cancelMessage(row(), done)));
 }
 
+/** Return the facts about the state of a message. */
 function placeOf(found) {
   return [
     ['State', found.state], ['Since', found.at_ms === undefined ? '' : instant(found.at_ms)],
@@ -189,7 +190,7 @@ function placeOf(found) {
   ];
 }
 
-/** Return how far each group is with the message. */
+/** Return the state of the message in each group. */
 function groupsOf({ groups = [] }) {
   return groups.map(({ group, state, attempts, until_ms: until }) => [`Group ${printable(group, 60)}`,
     `${state}${until ? ` until ${instant(until)}` : ''}${attempts ? `, handed out ${attempts === 1 ? 'once' : `${attempts} times`}` : ''}`]);
@@ -197,7 +198,7 @@ function groupsOf({ groups = [] }) {
 
 const rfc3339 = ms => (ms ? new Date(Number(ms)).toISOString() : '');
 
-/** Return milliseconds as a datetime-local input has them. */
+/** Return Unix milliseconds as the value of an input of type datetime-local. */
 function local(ms) {
   if (!ms) return '';
   const when = new Date(Number(ms));
