@@ -98,7 +98,9 @@ def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
         return single
     counts = list(groups.values())
     released = [counted.came for counted in counts if counted.came is not None]
-    recurring_ends = [each.recurring_until_ms for each in counts if each.recurring_until_ms is not None]
+    recurring_ends = [
+        counted.recurring_until_ms for counted in counts if counted.recurring_until_ms is not None
+    ]
     held: dict[str, int] = {}
     for counted in counts:
         for campaign, rows in counted.held.items():
@@ -231,8 +233,8 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
     from_ms = counted.now_ms if counted.due[0] is None else counted.due[0]
     until_ms = counted.due[1]
     load, recurring = (
-        each.select_topics(request.topics) if request.topics else each
-        for each in (counted.load, counted.recurring)
+        counts.select_topics(request.topics) if request.topics else counts
+        for counts in (counted.load, counted.recurring)
     )
     coming = merge([load, recurring]) if recurring.total else load
     whole_extra = None if extra.is_none else extra.load(counted.now_ms)

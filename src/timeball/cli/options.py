@@ -209,10 +209,10 @@ def with_options(
             command(**arguments, **{name: build(**values)})
 
         # Options without a default may follow others only in a signature of keywords.
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
         # Typer reads both attributes. mypy does not know the first one of a function.
         with_built.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        with_built.__annotations__ = {each.name: each.annotation for each in parameters}
+        with_built.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return with_built
 
     return decorate

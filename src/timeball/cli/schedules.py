@@ -252,8 +252,8 @@ def zones(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fal
 def _zone_lines(zones_in_use: ZonesInUse) -> Iterator[str]:
     """Yield the version of tzdata, the zones, and the moves of the last update, if there was one."""
     yield f"tzdata {zones_in_use.tzdata}"
-    for each in zones_in_use.zones:
-        yield f"  {each.zone}"
+    for zone in zones_in_use.zones:
+        yield f"  {zone.zone}"
     if (update := zones_in_use.update) is None:
         return
     yield f"updated from {update.former or 'an unknown version'} at {show_instant(update.at_ms)}"

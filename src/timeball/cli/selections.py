@@ -212,5 +212,5 @@ def _select(action: Action, options: SelectionOptions, *, by: str | None = None,
     lines = [_count_text(counted.count)]
     if counted.count:
         lines[0] += f", due from {counted.first_due} to {counted.last_due}"
-    lines += [f"  {each.due}  {each.topic}  {each.id or '-'}" for each in counted.samples]
+    lines += [f"  {message.due}  {message.topic}  {message.id or '-'}" for message in counted.samples]
     show(counted, lines, as_json=options.as_json)

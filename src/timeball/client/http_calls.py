@@ -80,11 +80,13 @@ class HttpCalls(Attempts):
             network=network,
         )
         self._who = credentials() if who is None else who
-        self._nodes = {each: node_of(each) for each in self._endpoints}
+        self._nodes = {endpoint: node_of(endpoint) for endpoint in self._endpoints}
         self._tls = _tls_context(self._who) if endpoint.startswith("https") else None
         authorization = self._who.authorization
         self._headers = (("authorization", authorization),) if authorization else ()
-        self._kept: dict[str, deque[Connection]] = {each: deque(maxlen=KEPT_MAX) for each in self._endpoints}
+        self._kept: dict[str, deque[Connection]] = {
+            endpoint: deque(maxlen=KEPT_MAX) for endpoint in self._endpoints
+        }
         self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def close(self) -> None:
@@ -98,7 +100,7 @@ class HttpCalls(Attempts):
         """See Attempts."""
         super().after_fork()
         inherited, self._all = list(self._all), weakref.WeakSet()
-        self._kept = {each: deque(maxlen=KEPT_MAX) for each in self._endpoints}
+        self._kept = {endpoint: deque(maxlen=KEPT_MAX) for endpoint in self._endpoints}
         for connection in inherited:
             connection.forget()
 

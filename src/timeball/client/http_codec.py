@@ -344,8 +344,8 @@ def _place(place: http_api.Place) -> MessagePlace:
         content = Content(body, place.size_bytes, place.tag, place.keys or [], place.properties or {})
     return MessagePlace(
         place.state, place.seq, place.topic, place.queue_id, place.queue_offset, place.at_ms, place.due_ms, content,
-        [GroupPlace(each.group, each.state, each.attempts, each.until_ms) for each in place.groups], place.by,
-        place.reason,
+        [GroupPlace(in_group.group, in_group.state, in_group.attempts, in_group.until_ms) for in_group in place.groups],
+        place.by, place.reason,
     )  # fmt: skip
 
 
@@ -365,7 +365,10 @@ def reschedule(
 
 def _verdicts(data: bytes) -> list[Verdict]:
     verdicts = msgspec.json.decode(data, type=http_api.SettledMany).verdicts
-    return [Verdict(each.id, each.verdict, each.seq, each.at_ms, each.due_ms) for each in verdicts]
+    return [
+        Verdict(verdict.id, verdict.verdict, verdict.seq, verdict.at_ms, verdict.due_ms)
+        for verdict in verdicts
+    ]
 
 
 # ---- answers for leased messages ------------------------------------------------------------------------------
@@ -404,7 +407,7 @@ def dead_letter(topic: str, group: str, receipts: list[str], reason: str) -> Ope
 
 def _valid_receipts(data: bytes) -> list[str | None]:
     results = msgspec.json.decode(data, type=http_api.AnsweredMany).results
-    return [each.receipt if each.valid else None for each in results]
+    return [result.receipt if result.valid else None for result in results]
 
 
 # ---- topics, groups and dead letters --------------------------------------------------------------------------
@@ -414,7 +417,7 @@ def list_topics() -> Operation[dict[str, int]]:
     """List the topics with their numbers of queues."""
 
     def decode(data: bytes) -> dict[str, int]:
-        return {each.topic: each.queues for each in msgspec.json.decode(data, type=http_api.Topics).topics}
+        return {state.topic: state.queues for state in msgspec.json.decode(data, type=http_api.Topics).topics}
 
     return _read(path("topics"), decode)
 
@@ -428,8 +431,8 @@ def create_topic(
     topic: str, queues: int | None, on_pending: OnPending | None = None, max_per_second: int | None = None
 ) -> Operation[None]:
     """Create a topic, or add queues to one that has fewer. http_api.TopicMade describes the other arguments."""
-    made = http_api.TopicMade(queues, on_pending, max_per_second)
-    return Operation(Request("PUT", path("topics", topic), encode(made), JSON), no_result)
+    settings = http_api.TopicMade(queues, on_pending, max_per_second)
+    return Operation(Request("PUT", path("topics", topic), encode(settings), JSON), no_result)
 
 
 def read_queues(topic: str) -> Operation[dict[int, QueueRange]]:
@@ -480,11 +483,11 @@ def list_dead_letters(group: str, rows: int, after: str | None) -> Operation[Dea
         page = msgspec.json.decode(data, type=http_api.DeadLetters)
         rows = [
             DeadLetterRow(
-                dead_letter=each.dead_letter, id=each.id, topic=each.topic, died_ms=each.died_ms,
-                attempts=each.attempts, body=_body(each.body, each.base64), size_bytes=each.size_bytes,
-                tag=each.tag, keys=each.keys, properties=each.properties, reason=each.reason,
+                dead_letter=letter.dead_letter, id=letter.id, topic=letter.topic, died_ms=letter.died_ms,
+                attempts=letter.attempts, body=_body(letter.body, letter.base64), size_bytes=letter.size_bytes,
+                tag=letter.tag, keys=letter.keys, properties=letter.properties, reason=letter.reason,
             )
-            for each in page.dead_letters
+            for letter in page.dead_letters
         ]  # fmt: skip
         return DeadLetterPage(rows, page.next_page)
 
@@ -510,7 +513,7 @@ def resolve_dead_letters(
 
     def decode(data: bytes) -> Resolved:
         dealt = msgspec.json.decode(data, type=http_api.DealtMany)
-        return Resolved(dealt.count, [each.verdict != "not_found" for each in dealt.results])
+        return Resolved(dealt.count, [result.verdict != "not_found" for result in dealt.results])
 
     body = http_api.Resolving(handles, all=handles is None, after=after, rate=rate, where=where)
     return _post(path("groups", group, "dead-letters", verb), body, decode)

@@ -338,14 +338,16 @@ class TestBroker:
         messages: list[ScheduledMessage] = []
         page_begin = None
         while True:
-            wanted = PageRequest(limits.LISTED_ROWS_MAX, topic, key, after=page_begin)
+            request = PageRequest(limits.LISTED_ROWS_MAX, topic, key, after=page_begin)
             try:
-                page = await self._node.broker.listing.page(wanted)
+                page = await self._node.broker.listing.page(request)
             except NotFound:
                 return messages  # no message has named the topic yet
             messages += [
-                ScheduledMessage(each.topic, each.due_ms, each.unique_key, _split_keys(each.keys), each.tag)
-                for each in page.messages
+                ScheduledMessage(
+                    message.topic, message.due_ms, message.unique_key, _split_keys(message.keys), message.tag
+                )
+                for message in page.messages
             ]
             page_begin = page.next_page
             if page_begin is None:
@@ -368,7 +370,9 @@ class TestBroker:
             wanted = [f"topic {topic!r}"]
             wanted += [] if key is None else [f"key {key!r}"]
             wanted += [] if due_ms is None else [f"due {_show(due_ms)}"]
-            listed = "".join(f"\n  {_show(each.due_ms)}, keys {', '.join(each.keys)}" for each in pending)
+            listed = "".join(
+                f"\n  {_show(message.due_ms)}, keys {', '.join(message.keys)}" for message in pending
+            )
             raise AssertionError(
                 f"{len(matching)} messages are scheduled with {', '.join(wanted)}; pending are:{listed or ' none'}"
             )

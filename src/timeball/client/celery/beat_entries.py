@@ -92,22 +92,22 @@ def store_entries(
     schedules that were created or replaced, and of those that were deleted. Raises RequestError, before anything is
     stored, if a schedule of the same name belongs to another app.
     """
-    owners = {each.name: each.properties.get(APP) for each in schedules.all()}
-    for each in beat_schedules:
-        if owners.get(each.name, owner) != owner:
+    owners = {stored.name: stored.properties.get(APP) for stored in schedules.all()}
+    for item in beat_schedules:
+        if owners.get(item.name, owner) != owner:
             raise RequestError(
-                f"entry {each.entry!r}: there is a schedule {each.name!r} that is none of this app; rename the entry"
+                f"entry {item.entry!r}: there is a schedule {item.name!r} that is none of this app; rename the entry"
             )
     changed = []
-    for each in beat_schedules:
+    for item in beat_schedules:
         stored = schedules.put(
-            each.name, each.rule, topic=each.topic, body=each.body, tag=each.tag, properties=each.properties,
-            catch_up_within=each.catch_up_within,
+            item.name, item.rule, topic=item.topic, body=item.body, tag=item.tag, properties=item.properties,
+            catch_up_within=item.catch_up_within,
         )  # fmt: skip
         if stored.outcome != "unchanged":
-            changed.append(each.name)
+            changed.append(item.name)
     own_names = {name for name, app in owners.items() if app == owner}
-    deleted = sorted(own_names - {each.name for each in beat_schedules})
+    deleted = sorted(own_names - {item.name for item in beat_schedules})
     for name in deleted:
         with suppress(NotFound):  # another beat has deleted it
             schedules.delete(name)
@@ -174,7 +174,7 @@ def _make_template(
     if app.conf.task_always_eager:
         raise InvalidMessage("task_always_eager: tasks run where they are sent, and nothing can be stored")
     arguments = [*(entry.args or ()), *(entry.kwargs or {}).values()]
-    if any(isinstance(each, BeatLazyFunc) for each in arguments):
+    if any(isinstance(argument, BeatLazyFunc) for argument in arguments):
         raise InvalidMessage(
             "BeatLazyFunc: beat computes the argument when it sends, and the broker cannot; compute it in the task"
         )

@@ -39,8 +39,8 @@ class Control(celery.app.control.Control):
         verdicts = list[Verdict]()
         try:
             with self.app.connection_or_acquire(options.get("connection")) as connection:
-                for each in task_ids:
-                    verdicts.append(connection.default_channel.cancel(each))
+                for single_id in task_ids:
+                    verdicts.append(connection.default_channel.cancel(single_id))
         finally:  # an error must not leave the tasks that were cancelled before it without their states
             for verdict in verdicts:
                 if verdict.cancelled:

@@ -366,9 +366,9 @@ class Link:
                 raise
             except TimeballError as error:
                 logger.warning("answer refused answer=%s messages=%d reason=%s", answer, len(messages), error)
-            for each in messages:
+            for message in messages:
                 self._answers.popleft()
-                self._held.discard(each)
+                self._held.discard(message)
 
     def _send_answer(self, answer: Answer, messages: list[Message]) -> None:
         """Send an answer: "ack" and "give_back" for several messages, the others for one. Raises TimeballError."""
@@ -441,7 +441,7 @@ class Link:
         """Let the transport find the received items, and hold those that are leased."""
         if not self._held:
             self._plan_renewal()
-        self._held.update(each for each in items if isinstance(each, Message))
+        self._held.update(item for item in items if isinstance(item, Message))
         source.received.extend(items)
         self.bell.ring()
 
@@ -449,7 +449,7 @@ class Link:
         """Stop receiving from a source, and collect the give-back of its messages as answers."""
         if source in self._sources:
             self._sources.remove(source)
-            waiting = [each for each in source.received if isinstance(each, Message)]
+            waiting = [item for item in source.received if isinstance(item, Message)]
             source.received.clear()
             self._answers.extend(("give_back", message) for message in [*waiting, *source.close()])
 

@@ -112,8 +112,9 @@ def _workers(client: redis.Redis) -> int:
     """Count the connections to this database by which workers wait for tasks (brpop) or for remote control (psub)."""
     own_db = str(client.get_connection_kwargs().get("db") or 0)
     return sum(
-        str(each.get("db")) == own_db and (each.get("cmd") == "brpop" or str(each.get("psub", "0")) != "0")
-        for each in client.client_list()
+        str(client_info.get("db")) == own_db
+        and (client_info.get("cmd") == "brpop" or str(client_info.get("psub", "0")) != "0")
+        for client_info in client.client_list()
     )
 
 
@@ -169,7 +170,7 @@ def _bindings(client: redis.Redis) -> dict[str, list[tuple[str, str]]]:
     bindings: dict[str, list[tuple[str, str]]] = {}
     for key in client.scan_iter(f"{BINDINGS}*"):
         members = [_text(member).split(SEPARATOR) for member in client.smembers(key)]
-        bindings[_text(key).removeprefix(BINDINGS)] = [(each[0], each[-1]) for each in members]
+        bindings[_text(key).removeprefix(BINDINGS)] = [(parts[0], parts[-1]) for parts in members]
     return bindings
 
 

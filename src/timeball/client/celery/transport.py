@@ -330,7 +330,7 @@ class Transport(virtual.Transport):
             # this cancels nothing, and only tells the outcome of an earlier message.
             verdicts = self._ball.cancel(key=key)
         last = verdicts[-1] if verdicts else None
-        settled = next((each for each in verdicts if each.verdict == "cancelled"), last)
+        settled = next((verdict for verdict in verdicts if verdict.verdict == "cancelled"), last)
         if settled is None:
             return Verdict(task_id, "not_found", None, None)
         return msgspec.structs.replace(settled, subject=task_id)
@@ -344,7 +344,7 @@ class Transport(virtual.Transport):
 
         calls = self.link.calls
         listed = calls.network.drive(calls.read_pages(page_after))
-        return {each["id"]: each["topic"] for each in listed if each.get("id")}
+        return {entry["id"]: entry["topic"] for entry in listed if entry.get("id")}
 
     def has_queue(self, queue: str) -> bool:
         """Check whether a durable queue exists, that is, whether the broker has its topic."""
@@ -362,7 +362,7 @@ class Transport(virtual.Transport):
         """Skip all messages of a durable queue. Pending tasks stay. Returns the number of skipped messages."""
         lags, (topic, group) = self._lags(queue), self._topic_and_group(queue)
         if lags:
-            ends = {number: each.max for number, each in self._ball.queues(topic).items()}
+            ends = {number: queue_range.max for number, queue_range in self._ball.queues(topic).items()}
             self._ball.commit(topic, group, ends)
         return sum(lags.values())
 
@@ -376,7 +376,8 @@ class Transport(virtual.Transport):
         except NotFound:
             return {}
         return {
-            number: each.max - max(each.min, offsets.get(number, each.min)) for number, each in ranges.items()
+            number: queue_range.max - max(queue_range.min, offsets.get(number, queue_range.min))
+            for number, queue_range in ranges.items()
         }
 
     def _topic_and_group(self, queue: str) -> tuple[str, str]:
@@ -463,7 +464,7 @@ class Transport(virtual.Transport):
         for queue, consumer in self._consumers.items():
             sources = self._sources.get(queue, [])
             is_changed = any(
-                isinstance(each, GroupSource) and each.credit != _credit(channel) for each in sources
+                isinstance(source, GroupSource) and source.credit != _credit(channel) for source in sources
             )
             if consumer.channel is channel and is_changed:
                 self._replace_sources(queue, [self._group_source(channel, queue)])
@@ -591,7 +592,7 @@ class Transport(virtual.Transport):
                     self._replace_sources(queue, [self._group_source(consumer.channel, queue)])
                 continue
             is_full = True
-            is_waiting = any(isinstance(each, GroupSource) and each.received for each in sources)
+            is_waiting = any(isinstance(source, GroupSource) and source.received for source in sources)
             if is_waiting and consumer.full_since_s is None:
                 consumer.full_since_s = now_s
             if is_waiting and consumer.full_since_s is not None and now_s - consumer.full_since_s >= FULL_S:

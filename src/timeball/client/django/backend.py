@@ -304,10 +304,10 @@ class TimeballBackend(BaseTaskBackend):
 
 def _progress(place: MessagePlace, group: str) -> tuple[TaskResultStatus, int]:
     """Find the status of a task and the number of its attempts, from the state of its message in `group`."""
-    for each in place.groups:
-        if each.group == group and place.state == "visible":
+    for group_place in place.groups:
+        if group_place.group == group and place.state == "visible":
             # The broker does not count the attempt of a message that was acknowledged at its first delivery.
-            return STATUSES[each.state], max(each.attempts, int(each.state != "waiting"))
+            return STATUSES[group_place.state], max(group_place.attempts, int(group_place.state != "waiting"))
     return TaskResultStatus.READY, 0  # no worker has received it yet
 
 
