@@ -23,10 +23,10 @@ COMMAND = [sys.executable, "-m", "timeball"]
 
 def environment(**more: str) -> dict[str, str]:
     """Build the environment of a command: this process's, without Timeball's variables, and with free ports."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
     return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join([str(SRC), kept.get("PYTHONPATH", "")]),
+        **inherited,
+        "PYTHONPATH": os.pathsep.join([str(SRC), inherited.get("PYTHONPATH", "")]),
         "COLUMNS": "100",
         # Many brokers run at a time, so none listens on RocketMQ's own ports.
         "TIMEBALL_NAME_SERVER_PORT": "0",

@@ -99,6 +99,6 @@ class Supervised:
 
 def run_cluster(etcd: list[str], *words: str) -> str:
     """Run a command of `timeball cluster`, and return its output."""
-    ran = run_here("cluster", words[0], "--cluster", CLUSTER, "--etcd", ",".join(etcd), *words[1:])
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    result = run_here("cluster", words[0], "--cluster", CLUSTER, "--etcd", ",".join(etcd), *words[1:])
+    assert result.returncode == 0, result.stderr
+    return result.stdout

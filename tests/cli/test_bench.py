@@ -15,9 +15,9 @@ from timeball.model.errors import SetupError
 
 
 def test_the_list_has_a_line_for_each_benchmark() -> None:
-    shown = run_here("bench", "--list")
-    assert shown.returncode == 0
-    lines = shown.stdout.splitlines()
+    result = run_here("bench", "--list")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         "append",
         "remoting",
@@ -67,10 +67,10 @@ def test_a_benchmark_that_runs_only_by_name_is_left_out_without_names(
 
 def test_an_unknown_benchmark_is_refused_with_the_list_of_all() -> None:
     """It is refused before any benchmark runs."""
-    ended = run_here("bench", "append", "speed")
-    assert ended.returncode == 2
-    assert "speed" in ended.stderr and "punctual" in ended.stderr
-    assert ended.stdout == ""
+    result = run_here("bench", "append", "speed")
+    assert result.returncode == 2
+    assert "speed" in result.stderr and "punctual" in result.stderr
+    assert result.stdout == ""
 
 
 def test_without_a_checkout_benchmarks_are_a_set_up_error(

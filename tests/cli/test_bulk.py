@@ -146,9 +146,9 @@ def test_the_campaign_id_changes_with_each_file_and_option(tmp_path: Path) -> No
     ],
 )
 def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], text: str) -> None:
-    refused = run_here("bulk", *arguments, "--endpoint", NO_FLIGHT, "--master", "spark://127.0.0.1:1")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert text in refused.stderr
+    result = run_here("bulk", *arguments, "--endpoint", NO_FLIGHT, "--master", "spark://127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert text in result.stderr
 
 
 def test_without_a_broker_a_bulk_write_ends_before_spark_starts() -> None:
@@ -179,13 +179,13 @@ def test_a_csv_file_is_tried_scheduled_repeated_paused_resumed_and_cancelled(tmp
         assert (
             "would schedule 50 messages" in dry_run.stdout and "would be rejected: 1, due:" in dry_run.stdout
         )
-        done = run_here("bulk", str(file), *common, "--json")
-        assert done.returncode == 1, done.stderr
-        report = json.loads(done.stdout)
+        result = run_here("bulk", str(file), *common, "--json")
+        assert result.returncode == 1, result.stderr
+        report = json.loads(result.stdout)
         assert (report["rows"], report["rejected"], sum(report["due"].values())) == (50, 1, 50)
         assert Path(report["rejects_uri"]).is_dir()
-        again = run_here("bulk", str(file), *common)
-        assert "was scheduled before: 50 messages; nothing is changed" in again.stdout, again.stderr
+        repeated = run_here("bulk", str(file), *common)
+        assert "was scheduled before: 50 messages; nothing is changed" in repeated.stdout, repeated.stderr
         assert ball.status()["schedule"]["table_rows"] == 50
 
         of_campaign = [report["campaign"], "--json", "--endpoint", node.endpoint]
@@ -202,20 +202,20 @@ def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_rows=0) as node:
 
         def run_campaign(*arguments: str) -> str:
-            done = run_here("campaign", *arguments, "--endpoint", node.endpoint)
-            assert done.returncode == 0, done.stderr
-            return done.stdout
+            result = run_here("campaign", *arguments, "--endpoint", node.endpoint)
+            assert result.returncode == 0, result.stderr
+            return result.stdout
 
         assert run_campaign("list") == "no campaigns yet: create one with timeball bulk\n"
         assert run_campaign("list", "--json") == ""
         attach(campaign_of(node), 20)
         assert run_campaign("list").startswith("spring  running  20 messages, of ")
-        shown = run_campaign("status", "spring").splitlines()
-        assert shown[:2] == [
+        output = run_campaign("status", "spring").splitlines()
+        assert output[:2] == [
             "spring: running, 0 % of 20 messages",
             "released 0 + cancelled 0 + waiting 20 + held 0",
         ]
-        assert shown[2].startswith("next at ")
+        assert output[2].startswith("next at ")
         assert run_campaign("pause", "spring") == "spring: paused, 20 messages are held\n"
         assert run_campaign("pause", "spring") == "spring: was already paused, 20 messages are held\n"
         forecast = run_here("forecast", "--endpoint", node.endpoint).stdout
@@ -240,9 +240,9 @@ def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_campaign_is_a_usage_error(tmp_path: Path, command: str) -> None:
     with running_node(tmp_path / "data") as node:
-        refused = run_here("campaign", command, "summer", "--endpoint", node.endpoint)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "no campaign 'summer'" in refused.stderr
+        result = run_here("campaign", command, "summer", "--endpoint", node.endpoint)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "no campaign 'summer'" in result.stderr
         wrong = run_here("campaign", command, "a/b", "--endpoint", node.endpoint)
         assert wrong.returncode == 2 and "campaign 'a/b'" in wrong.stderr
 
@@ -261,8 +261,8 @@ def test_campaigns_of_several_groups_are_listed_by_group_and_paused_together(tmp
         groups.add()
         for node in (groups.one, groups.other):
             attach(campaign_of(node), 20)
-        shown = run_here("campaign", "list", "--endpoint", groups.endpoint).stdout.splitlines()
-        assert [line.rpartition(", ")[2] for line in shown] == ["in group g1", "in group g2"]
+        output = run_here("campaign", "list", "--endpoint", groups.endpoint).stdout.splitlines()
+        assert [line.rpartition(", ")[2] for line in output] == ["in group g1", "in group g2"]
         of_g2 = run_here("campaign", "list", "--json", "--endpoint", f"{groups.endpoint}#g2").stdout
         assert json.loads(of_g2)["rows"] == 20
         paused = run_here("campaign", "pause", "spring", "--endpoint", groups.endpoint).stdout

@@ -40,9 +40,9 @@ def start(cluster: Cluster, name: str) -> None:
 def command(cluster: Cluster, *arguments: str, code: int = 0) -> dict[str, object]:
     """Run a command and return its document, or its text on stderr."""
     etcd = ",".join(cluster.etcd.endpoints)
-    ran = run_here("cluster", *arguments, "--cluster", CLUSTER, "--etcd", etcd, "--json")
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    return json.loads(ran.stdout) if ran.stdout else {"said": ran.stderr}
+    result = run_here("cluster", *arguments, "--cluster", CLUSTER, "--etcd", etcd, "--json")
+    assert result.returncode == code, result.stdout + result.stderr
+    return json.loads(result.stdout) if result.stdout else {"said": result.stderr}
 
 
 def get(node: NodeProcess, path: str) -> tuple[int, str]:
@@ -91,23 +91,23 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     with first.client() as ball:
         ball.send("orders", "kept", after="1h")
         assert ball.status()["replica"]["role"] == "leader"
-    others = [node for node in cluster.nodes.values() if node is not first]
+    other_nodes = [node for node in cluster.nodes.values() if node is not first]
 
     # Every node knows the leader. All other questions are answered by the leader.
     assert get(first, f"/leader/{GROUP}")[0] == 200
-    status, text = get(others[0], f"/leader/{GROUP}")
+    status, text = get(other_nodes[0], f"/leader/{GROUP}")
     assert status == 503 and json.loads(text)["leader"] == first.name
     assert [get(node, "/health/ready")[0] for node in cluster.nodes.values()] == [200, 200, 200]
     assert 'role="leader"} 1.0' in get(first, "/metrics")[1]
-    assert 'role="follower"} 1.0' in get(others[0], "/metrics")[1]
-    assert json.loads(get(others[0], "/v1/topics")[1]) == json.loads(get(first, "/v1/topics")[1])
+    assert 'role="follower"} 1.0' in get(other_nodes[0], "/metrics")[1]
+    assert json.loads(get(other_nodes[0], "/v1/topics")[1]) == json.loads(get(first, "/v1/topics")[1])
 
     # A hand-over is one change of leader, to the one that was named.
-    epoch, second = cluster.epoch(), others[0]
+    epoch, second = cluster.epoch(), other_nodes[0]
     planned = command(cluster, "hand-over", "--to", second.name, "--dry-run")
     assert (planned["leader"], planned["changed"]) == (second.name, False)
-    done = command(cluster, "hand-over", "--to", second.name)
-    assert (done["leader"], done["epoch"], done["changed"]) == (second.name, epoch + 1, True)
+    result = command(cluster, "hand-over", "--to", second.name)
+    assert (result["leader"], result["epoch"], result["changed"]) == (second.name, epoch + 1, True)
     assert cluster.leader(epoch) is second
 
     # A node is added, and another one, which has failed, is removed.
@@ -115,7 +115,7 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     cluster.wait("d has reported", lambda: "d" in cluster.ask("reports"))  # type: ignore[operator]
     assert nodes_of(command(cluster, "add-replica", "d", "--wait", "30s")) == ["a", "b", "c", "d"]
     assert not command(cluster, "add-replica", "d")["changed"]
-    third = others[1]
+    third = other_nodes[1]
     third.kill()
     after_removal = command(cluster, "remove-replica", third.name)
     assert third.name not in nodes_of(after_removal)
@@ -148,5 +148,5 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
 def test_missing_options_and_an_unreachable_etcd_are_errors(
     arguments: list[str], code: int, text: str
 ) -> None:
-    ran = run_here("cluster", *arguments)
-    assert (ran.returncode, ran.stdout) == (code, "") and text in ran.stderr
+    result = run_here("cluster", *arguments)
+    assert (result.returncode, result.stdout) == (code, "") and text in result.stderr

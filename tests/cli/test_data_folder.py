@@ -50,9 +50,9 @@ def state(folder: Path) -> dict[str, tuple[str, int]]:
 
 def documents(folder: Path, *options: str, code: int = 0) -> list[dict[str, Any]]:
     """Run `timeball dump --json`, which must end with `code`, and return the documents that it prints."""
-    ended = run_here("dump", "--data", str(folder), "--json", *options)
-    assert ended.returncode == code, ended.stderr
-    return [json.loads(line) for line in ended.stdout.splitlines()]
+    result = run_here("dump", "--data", str(folder), "--json", *options)
+    assert result.returncode == code, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def flip(file: Path, at: int) -> None:
@@ -78,11 +78,11 @@ def test_the_summary_counts_all_rows_and_a_dump_changes_no_file(data: Path) -> N
 
 
 def test_the_text_summary_counts_rows_queues_and_damage(data: Path) -> None:
-    ended = run_here("dump", "--data", str(data))
-    assert ended.returncode == 0
-    assert "5 message, 1 meta, 2 scheduled, 1 cancel" in ended.stdout
-    assert "checkpoint at seq 10" in ended.stdout and "topic orders: 5 in 2 queues" in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "no damage"
+    result = run_here("dump", "--data", str(data))
+    assert result.returncode == 0
+    assert "5 message, 1 meta, 2 scheduled, 1 cancel" in result.stdout
+    assert "checkpoint at seq 10" in result.stdout and "topic orders: 5 in 2 queues" in result.stdout
+    assert result.stdout.splitlines()[-1] == "no damage"
 
 
 def test_each_frame_begins_where_the_frame_before_it_ends(data: Path) -> None:
@@ -92,8 +92,8 @@ def test_each_frame_begins_where_the_frame_before_it_ends(data: Path) -> None:
         assert after["first_seq"] == before["first_seq"] + before["span"]
         assert after["position"] == before["position"] + before["length"]
     assert {frame["checksum"] for frame in frames} == {"ok"}
-    shown = run_here("dump", "--data", str(data), "--frames")
-    assert len(shown.stdout.splitlines()) == len(frames)
+    result = run_here("dump", "--data", str(data), "--frames")
+    assert len(result.stdout.splitlines()) == len(frames)
 
 
 def test_rows_by_kind_and_range(data: Path) -> None:
@@ -109,8 +109,8 @@ def test_rows_by_kind_and_range(data: Path) -> None:
         "3",
     ]
     assert documents(data, "--rows", "--from-seq", "100") == []
-    shown = run_here("dump", "--data", str(data), "--rows", "--kind", "scheduled").stdout.splitlines()
-    assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
+    output = run_here("dump", "--data", str(data), "--rows", "--kind", "scheduled").stdout.splitlines()
+    assert len(output) == 2 and "later" in output[0] and "due " in output[0]
 
 
 def test_a_dump_shows_the_row_of_a_topic_and_hides_secrets(data: Path, tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows
     for row in moved:
         fields = (row["source_seq"], row["due_ms"], row["accepted_ms"], row["body"])
         assert fields == (receipt.seq, receipt.due_ms, receipt.store_ms, "later")
-    shown = run_here("dump", "--data", str(folder), "--rows", "--kind", "moved").stdout.splitlines()
-    assert all("MOVED" in line and f"source_seq {receipt.seq}" in line for line in shown)
+    output = run_here("dump", "--data", str(folder), "--rows", "--kind", "moved").stdout.splitlines()
+    assert all("MOVED" in line and f"source_seq {receipt.seq}" in line for line in output)
 
 
 def test_a_dump_beside_a_running_broker_changes_nothing(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_damage_is_reported_with_its_position_and_exit_code_5(copy: Path) -> Non
     assert (damage["file"], damage["position"]) == ("log/0000000001.log", first["position"])
     rows = documents(copy, "--rows", code=5)
     assert "damage" in rows[0] and rows[1]["seq"] == second["first_seq"], "the rows after the damage are read"
-    shown = run_here("dump", "--data", str(copy))
-    assert shown.returncode == 5
-    assert "DAMAGE: log/0000000001.log, byte 64" in shown.stdout and "1 damaged place" in shown.stdout
+    result = run_here("dump", "--data", str(copy))
+    assert result.returncode == 5
+    assert "DAMAGE: log/0000000001.log, byte 64" in result.stdout and "1 damaged place" in result.stdout
     assert run_here("dump", "--data", str(copy), "--frames").stdout.startswith("DAMAGE: ")
     assert state(copy) == before, "a dump repairs nothing"
 
@@ -196,8 +196,8 @@ def test_a_cache_that_contradicts_the_log_is_found_only_with_verify(copy: Path) 
 
 def test_option_segment_selects_one_segment_and_refuses_a_missing_one(copy: Path) -> None:
     assert [s["file"] for s in documents(copy, "--segment", "1")[0]["segments"]] == ["log/0000000001.log"]
-    refused = run_here("dump", "--data", str(copy), "--segment", "99")
-    assert refused.returncode == 2 and "--segment 99" in refused.stderr
+    result = run_here("dump", "--data", str(copy), "--segment", "99")
+    assert result.returncode == 2 and "--segment 99" in result.stderr
 
 
 def test_a_folder_without_timeball_data_is_refused_and_not_changed(tmp_path: Path) -> None:
@@ -205,9 +205,9 @@ def test_a_folder_without_timeball_data_is_refused_and_not_changed(tmp_path: Pat
     foreign.mkdir()
     (foreign / "novel.txt").write_text("chapter one")
     for folder in (foreign, tmp_path / "nowhere", foreign / "novel.txt"):
-        refused = run_here("dump", "--data", str(folder))
-        assert refused.returncode == 4 and str(folder) in refused.stderr
-        assert "Traceback" not in refused.stderr
+        result = run_here("dump", "--data", str(folder))
+        assert result.returncode == 4 and str(folder) in result.stderr
+        assert "Traceback" not in result.stderr
     # Nothing was created in the folders.
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["foreign", "novel.txt"]
 
@@ -215,8 +215,8 @@ def test_a_folder_without_timeball_data_is_refused_and_not_changed(tmp_path: Pat
 def test_a_newer_format_is_refused(copy: Path) -> None:
     facts = json.loads((copy / "FORMAT").read_text())
     (copy / "FORMAT").write_text(json.dumps({**facts, "format": facts["format"] + 1}))
-    refused = run_here("dump", "--data", str(copy))
-    assert refused.returncode == 4 and "newer" in refused.stderr
+    result = run_here("dump", "--data", str(copy))
+    assert result.returncode == 4 and "newer" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_newer_format_is_refused(copy: Path) -> None:
 def test_contradictory_options_and_an_unknown_kind_are_refused(
     data: Path, options: list[str], named: str
 ) -> None:
-    refused = run_here("dump", "--data", str(data), *options)
-    assert refused.returncode == 2 and named in refused.stderr
+    result = run_here("dump", "--data", str(data), *options)
+    assert result.returncode == 2 and named in result.stderr
 
 
 def test_a_folder_in_use_is_copied_and_restored(tmp_path: Path) -> None:
@@ -257,5 +257,5 @@ def test_a_missing_nested_or_foreign_folder_is_a_set_up_error(tmp_path: Path) ->
         (["restore", str(tmp_path / "none"), "--data", str(tmp_path / "to")], "no such folder"),
         (["restore", str(tmp_path / "data"), "--data", str(tmp_path / "to")], "no backup"),
     ]:
-        refused = run_here(*arguments)
-        assert refused.returncode == 4 and word in refused.stderr, refused.stderr
+        result = run_here(*arguments)
+        assert result.returncode == 4 and word in result.stderr, result.stderr

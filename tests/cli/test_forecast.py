@@ -26,19 +26,19 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def test_a_forecast_for_people(node: RunningNode) -> None:
-    shown = run_here("forecast", "--endpoint", node.endpoint, "--by-topic", "--consumer-rate", "5")
-    assert (shown.returncode, shown.stderr) == (0, ""), shown.stderr
-    assert "320 due from" in shown.stdout and "█" in shown.stdout
-    assert "  orders  300 rows" in shown.stdout and "  mail    20 rows" in shown.stdout
-    assert "consumers at 5 a second, as it is:" in shown.stdout
+    result = run_here("forecast", "--endpoint", node.endpoint, "--by-topic", "--consumer-rate", "5")
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    assert "320 due from" in result.stdout and "█" in result.stdout
+    assert "  orders  300 rows" in result.stdout and "  mail    20 rows" in result.stdout
+    assert "consumers at 5 a second, as it is:" in result.stdout
 
 
 def test_a_forecast_for_programs(node: RunningNode, tmp_path: Path) -> None:
     (tmp_path / "campaign.csv").write_text("due\n2035-01-01T00:00:00Z\n")
     options = ["--json", "--topic", "orders", "--by", "day", "--extra", str(tmp_path / "campaign.csv")]
-    ended = run_here("forecast", "--endpoint", node.endpoint, *options, "--within", "10s")
-    assert ended.returncode == 0, ended.stderr
-    [document] = [json.loads(line) for line in ended.stdout.splitlines()]
+    result = run_here("forecast", "--endpoint", node.endpoint, *options, "--within", "10s")
+    assert result.returncode == 0, result.stderr
+    [document] = [json.loads(line) for line in result.stdout.splitlines()]
     assert (document["waiting"], document["extra"], document["version"]) == (300, 1, 1)
     assert sum(bar["rows"] for bar in document["load"]["curve"]) == 301
     assert document["load"]["by"] == "day" and document["load"]["peaks"][0]["rows"] == 1
@@ -68,15 +68,15 @@ def test_a_forecast_is_drawn_as_a_picture(node: RunningNode, tmp_path: Path) -> 
     ],
 )
 def test_a_refusal_names_the_option(node: RunningNode, options: list[str], sentence: str) -> None:
-    refused = run_here("forecast", "--endpoint", node.endpoint, *options)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert sentence in refused.stderr and len(refused.stderr.splitlines()) == 1
+    result = run_here("forecast", "--endpoint", node.endpoint, *options)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert sentence in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_an_option_that_cannot_be_read_is_named(node: RunningNode) -> None:
     for option in ("--from", "--until", "--extra-at"):
-        refused = run_here("forecast", "--endpoint", node.endpoint, option, "soon")
-        assert refused.returncode == 2 and option in refused.stderr
+        result = run_here("forecast", "--endpoint", node.endpoint, option, "soon")
+        assert result.returncode == 2 and option in result.stderr
 
 
 def test_without_a_broker_a_forecast_gives_advice() -> None:
@@ -88,8 +88,8 @@ def test_without_a_broker_a_forecast_gives_advice() -> None:
 
 
 def test_conf_without_master_is_refused() -> None:
-    refused = run_here("forecast", "--endpoint", NO_FLIGHT, "--conf", "spark.ui.enabled=true")
-    assert refused.returncode == 2 and "have no effect without --master" in refused.stderr
+    result = run_here("forecast", "--endpoint", NO_FLIGHT, "--conf", "spark.ui.enabled=true")
+    assert result.returncode == 2 and "have no effect without --master" in result.stderr
 
 
 def test_an_import_of_the_command_does_not_import_its_libraries() -> None:
@@ -97,8 +97,8 @@ def test_an_import_of_the_command_does_not_import_its_libraries() -> None:
         "import sys, timeball.cli.forecast;"
         "print([m for m in ('timeball.spark', 'deltalake', 'pyspark', 'matplotlib') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.slow

@@ -78,8 +78,12 @@ def test_a_backlog_exists_from_the_beginning_of_the_window() -> None:
 def test_a_check_compares_only_the_chosen_topics() -> None:
     document = answer(counted(came=90), asked(topics=["orders"]), Extra()).document
     assert document.check and (document.check.said, document.check.came) == (100, 90)
-    others = answer(counted(came=90), asked(topics=["mail"]), Extra()).document
-    assert others.check and (others.check.said, others.check.came, others.check.same_hour) == (0, 0, 1)
+    with_mail = answer(counted(came=90), asked(topics=["mail"]), Extra()).document
+    assert with_mail.check and (with_mail.check.said, with_mail.check.came, with_mail.check.same_hour) == (
+        0,
+        0,
+        1,
+    )
     assert answered().document.check is None
 
 
@@ -134,8 +138,8 @@ def test_later_times_of_schedules_are_counted_up_to_the_end_of_the_window(tmp_pa
 def test_the_time_up_to_which_schedules_are_counted_is_shown() -> None:
     due = (None, TEN_MS)
     cut_load = replace(counted(due), recurring=counted().load, recurring_until_ms=NINE_MS)
-    shown = list(describe(answer(cut_load, asked(), NO_EXTRA).document))
-    assert "recurring schedules have too many times: counted until 2030-01-31T09:00:00Z" in shown
+    output = list(describe(answer(cut_load, asked(), NO_EXTRA).document))
+    assert "recurring schedules have too many times: counted until 2030-01-31T09:00:00Z" in output
 
 
 def test_without_a_broker_the_count_raises_unavailable() -> None:
@@ -173,9 +177,9 @@ def test_empty_bars_are_shown_unless_most_bars_are_empty() -> None:
 
 
 def test_lateness_with_and_without_extra_messages() -> None:
-    shown = lines(extra=EXTRA, rates={"orders": 10, "*": 60}, within_ms=2_000, by_topic=False, peaks=0)
-    assert shown[2].startswith("110 due from 2030-01-31T08:00:00Z, 60 extra;")
-    assert shown[3:] == [
+    output = lines(extra=EXTRA, rates={"orders": 10, "*": 60}, within_ms=2_000, by_topic=False, peaks=0)
+    assert output[2].startswith("110 due from 2030-01-31T08:00:00Z, 60 extra;")
+    assert output[3:] == [
         "consumers of orders at 10 a second, as it is:",
         "  lateness: half within 5.0 s, 99 % within 9.9 s, all within 10.0 s",
         "  backlog: at most 100 at 2030-01-31T09:00:00Z, worked off by 2030-01-31T09:00:10Z",
@@ -200,9 +204,9 @@ def test_topics_without_a_consumer_rate_are_listed() -> None:
 
 def test_rows_left_out_of_the_forecast_are_reported() -> None:
     outside = answer(counted(is_whole=False), asked(), Extra(rows=3, at=Moment(0))).document
-    shown = list(describe(outside))
-    assert any(line.startswith("the log no longer has all of its tail of then") for line in shown)
-    assert "3 extra rows are due outside of this window, and are not counted" in shown
+    output = list(describe(outside))
+    assert any(line.startswith("the log no longer has all of its tail of then") for line in output)
+    assert "3 extra rows are due outside of this window, and are not counted" in output
     whole = list(describe(answer(counted(), asked(), NONE).document))
     assert not any("no longer" in line or "outside" in line for line in whole)
 
@@ -218,8 +222,8 @@ def test_messages_held_by_paused_campaigns_are_shown() -> None:
 
 
 def test_an_older_forecast_is_compared_with_the_released_messages() -> None:
-    shown = list(describe(answer(counted(came=90), asked(), NONE).document))
-    assert shown[-2:] == [
+    output = list(describe(answer(counted(came=90), asked(), NONE).document))
+    assert output[-2:] == [
         "until 2030-01-31T09:59:50Z: 100 were foretold, 90 came",
         "  the same in seconds 94.7%, in minutes 94.7%, in hours 94.7%",
     ]

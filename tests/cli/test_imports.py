@@ -23,16 +23,16 @@ from timeball.testing import TestBroker
 
 def test_a_redis_that_does_not_answer_is_a_set_up_error_without_its_password(endpoint: str) -> None:
     (port,) = free_ports(1)
-    ran = run_here(
+    result = run_here(
         "import", "celery", "--from", f"redis://:secret@127.0.0.1:{port}/0", "--endpoint", endpoint
     )
-    assert ran.returncode == 4
-    assert f"127.0.0.1:{port}/0" in ran.stderr and "secret" not in ran.stderr
+    assert result.returncode == 4
+    assert f"127.0.0.1:{port}/0" in result.stderr and "secret" not in result.stderr
 
 
 def test_the_option_from_is_required(endpoint: str) -> None:
-    ran = run_here("import", "celery", "--endpoint", endpoint)
-    assert ran.returncode == 2 and "--from" in ran.stderr
+    result = run_here("import", "celery", "--endpoint", endpoint)
+    assert result.returncode == 2 and "--from" in result.stderr
 
 
 # ---- schedules of celery beat ---------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ def test_a_dry_run_shows_the_entries_and_an_import_puts_and_deletes_them(bakery:
             """Run the command on the present file of the app, and return its output."""
             sys.modules.pop("bakery", None)  # otherwise Python keeps the module of the earlier file
             words = ("schedules", "import", "celery-beat", "bakery", *arguments)
-            ended = run_here(*words, "--endpoint", broker.endpoint)
-            assert ended.returncode == 0, ended.stderr
-            return ended.stdout.strip()
+            result = run_here(*words, "--endpoint", broker.endpoint)
+            assert result.returncode == 0, result.stderr
+            return result.stdout.strip()
 
         assert (
             import_bakery("--dry-run")
@@ -91,15 +91,15 @@ def test_a_missing_app_and_an_entry_that_is_too_frequent_are_refused(
 ) -> None:
     # An interval of 0.1 s is shorter than any that the broker accepts.
     bakery.write_text(PROGRAM.replace("crontab(minute=0, hour=4)", "0.1"))
-    ended = run_here("schedules", "import", "celery-beat", app)
-    assert ended.returncode == 2 and reason in ended.stderr and "Traceback" not in ended.stderr
+    result = run_here("schedules", "import", "celery-beat", app)
+    assert result.returncode == 2 and reason in result.stderr and "Traceback" not in result.stderr
 
 
 def test_an_app_whose_import_fails_is_refused_with_the_error(bakery: Path) -> None:
     bakery.write_text('import os\n\nos.environ["SHOP_DATABASE"]\n')
-    ended = run_here("schedules", "import", "celery-beat", "bakery")
-    assert ended.returncode == 2 and "fault in Timeball" not in ended.stderr
-    assert "its import failed: KeyError: 'SHOP_DATABASE'" in ended.stderr
+    result = run_here("schedules", "import", "celery-beat", "bakery")
+    assert result.returncode == 2 and "fault in Timeball" not in result.stderr
+    assert "its import failed: KeyError: 'SHOP_DATABASE'" in result.stderr
 
 
 # ---- schedules of a crontab -----------------------------------------------------------------------------------
@@ -136,21 +136,21 @@ def test_a_system_crontab_is_imported_once_and_its_refused_entry_is_named(
     options = [str(system), "--topic", "commands", "--zone", "Europe/Berlin", "--endpoint", http_endpoint]
 
     def import_crontab(*more: str) -> tuple[int, str, str]:
-        ended = run_here("schedules", "import", "crontab", *options, *more)
-        return ended.returncode, ended.stdout, ended.stderr
+        result = run_here("schedules", "import", "crontab", *options, *more)
+        return result.returncode, result.stdout, result.stderr
 
     def stored_schedules() -> list[dict[str, object]]:
-        ended = run_here("schedules", "list", "--json", "--endpoint", http_endpoint)
-        return [json.loads(line) for line in ended.stdout.splitlines()]
+        result = run_here("schedules", "list", "--json", "--endpoint", http_endpoint)
+        return [json.loads(line) for line in result.stdout.splitlines()]
 
     # A name ends with the beginning of a hash of the command.
-    code, shown, note = import_crontab("--dry-run")
+    code, output, note = import_crontab("--dry-run")
     assert (code, stored_schedules()) == (1, []) and "2 would be put, 1 refused" in note
-    assert shown.splitlines()[:2] == [
+    assert output.splitlines()[:2] == [
         "cron-hourly-0d0bc6: would be put, 17 * * * * in Europe/Berlin",
         "backup-all-499fc4: would be put, 30 2 * * 1-5 in Asia/Tokyo",
     ]
-    assert shown.splitlines()[2].startswith("start-it-fe7bd3: refused (line 6: cron='@reboot': ")
+    assert output.splitlines()[2].startswith("start-it-fe7bd3: refused (line 6: cron='@reboot': ")
     code, _, note = import_crontab()
     assert code == 1 and "2 created, 1 refused" in note
     backup, hourly = stored_schedules()
@@ -169,12 +169,12 @@ def test_a_system_crontab_is_imported_once_and_its_refused_entry_is_named(
 def test_a_crontab_of_a_user_is_imported(http_endpoint: str, tmp_path: Path) -> None:
     file = tmp_path / "mine"
     file.write_text(USER_CRONTAB)
-    ended = run_here(
+    result = run_here(
         "schedules", "import", "crontab", str(file), "--topic", "mine", "--zone", "UTC", "--prefix", "web-", "--json",
         "--endpoint", http_endpoint,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == {
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {
         "name": "web-poll-2aae42", "outcome": "created", "rule": {"cron": "*/5 * * * *", "zone": "UTC"},
         "body": "/usr/bin/poll", "user": None, "note": None,
     }  # fmt: skip
@@ -185,8 +185,8 @@ def test_a_missing_file_and_an_unknown_zone_are_refused(
     http_endpoint: str, tmp_path: Path, file: str, zone: str, named: str
 ) -> None:
     (tmp_path / "mine").write_text(USER_CRONTAB)
-    ended = run_here(
+    result = run_here(
         "schedules", "import", "crontab", str(tmp_path / file), "--topic", "mine", "--zone", zone, "--endpoint",
         http_endpoint,
     )  # fmt: skip
-    assert ended.returncode == 2 and named in ended.stderr and "Traceback" not in ended.stderr
+    assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr

@@ -11,9 +11,9 @@ from timeball.cli.main import main
 
 def run_kafka(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
     """Run `timeball kafka`, which must fail. Returns its exit code and stderr."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as result:
         main(["kafka", *arguments])
-    return ended.value.code, capsys.readouterr().err
+    return result.value.code, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,10 @@ def test_the_help_of_send_imports_neither_arrow_nor_spark() -> None:
     """Arrow, Spark and the broker cost a second. A version, a help text or a status needs none of them."""
     program = "import sys, timeball.cli.main as m\ntry: m.main(['send', '--help'])\nexcept SystemExit: pass\n"
     program += "print(*(name for name in ('pyarrow', 'numpy', 'pyspark', 'asyncio') if name in sys.modules))"
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
     )
-    assert ended.stdout.splitlines()[-1] == "", ended.stdout
+    assert result.stdout.splitlines()[-1] == "", result.stdout
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_the_help_of_send_imports_neither_arrow_nor_spark() -> None:
 )
 def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -> None:
     """An example is a whole command line, and each command has at least two."""
-    shown = run_here(*command, "--help")
-    assert shown.returncode == 0
-    assert "Examples:" in shown.stdout
-    examples = shown.stdout.split("Examples:")[1]
+    result = run_here(*command, "--help")
+    assert result.returncode == 0
+    assert "Examples:" in result.stdout
+    examples = result.stdout.split("Examples:")[1]
     assert len(re.findall(rf"timeball {' '.join(command)}\b", examples)) >= 2
 
 
@@ -78,17 +78,17 @@ def test_every_command_has_help_with_examples_that_name_it(command: list[str]) -
 def test_every_command_is_a_process_with_an_exit_code(command: list[str]) -> None:
     """Other tests call `main` in their own process. This test starts the command as a shell does."""
     assert timeball(*command, "--help").stdout == run_here(*command, "--help").stdout
-    refused = timeball(*command, "--no-such-option")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--no-such-option" in refused.stderr
+    result = timeball(*command, "--no-such-option")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--no-such-option" in result.stderr
 
 
 def test_the_list_of_commands_comes_with_the_exit_codes() -> None:
     """Scripts need the exit codes, and their authors look for them in the help."""
-    shown = run_here("--help")
-    assert shown.returncode == 0
-    assert all(name in shown.stdout for name in COMMANDS)
-    assert "Exit codes" in shown.stdout
+    result = run_here("--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in COMMANDS)
+    assert "Exit codes" in result.stdout
 
 
 def test_the_version_is_shown() -> None:
@@ -112,18 +112,18 @@ def test_the_version_is_shown() -> None:
 def test_no_broker_is_one_sentence_with_a_way_out(command: list[str]) -> None:
     """The exit code is 3. The sentence has the endpoint, and the command that starts a broker."""
     endpoint = NO_FLIGHT if command == ["pending"] else NOWHERE
-    ended = run_here(*command, "--endpoint", endpoint)
-    assert ended.returncode == 3
-    assert ended.stdout == ""
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert endpoint in ended.stderr and "timeball up" in ended.stderr
+    result = run_here(*command, "--endpoint", endpoint)
+    assert result.returncode == 3
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert endpoint in result.stderr and "timeball up" in result.stderr
 
 
 def test_timeball_debug_shows_the_stack_trace() -> None:
     """Without this variable the error is one sentence, as in the test above."""
-    ended = timeball("status", "--endpoint", NOWHERE, TIMEBALL_DEBUG="1")
-    assert ended.returncode != 0
-    assert "Traceback" in ended.stderr and "Unavailable" in ended.stderr
+    result = timeball("status", "--endpoint", NOWHERE, TIMEBALL_DEBUG="1")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr and "Unavailable" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_timeball_debug_shows_the_stack_trace() -> None:
 )
 def test_a_usage_error_names_the_option_and_exits_with_2(command: list[str], named: str) -> None:
     """The error comes before the command connects to a broker or writes anything."""
-    ended = run_here(*command)
-    assert ended.returncode == 2
-    assert named in ended.stderr
-    assert "Traceback" not in ended.stderr
+    result = run_here(*command)
+    assert result.returncode == 2
+    assert named in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_settings_that_cannot_work_are_a_set_up_error() -> None:
     """Settings refuses the value, and names the option."""
-    ended = run_here("serve", "--port", "70000")
-    assert ended.returncode == 4
-    assert "--port 70000" in ended.stderr
+    result = run_here("serve", "--port", "70000")
+    assert result.returncode == 4
+    assert "--port 70000" in result.stderr

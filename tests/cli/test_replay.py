@@ -108,9 +108,9 @@ def test_the_report_says_whether_an_earlier_run_has_scheduled_the_messages(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], text: str) -> None:
-    refused = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert text in refused.stderr
+    result = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NO_FLIGHT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert text in result.stderr
 
 
 def test_no_broker_is_told_without_waiting_for_spark() -> None:
@@ -136,17 +136,17 @@ def test_a_replay_schedules_nothing_before_it_is_confirmed_and_once_after_that(t
             table = DeltaTable(ball.status()["table"]["uri"])
             return len(table.to_pyarrow_table(columns=["seq"])) if table.file_uris() else 0
 
-        wrote = run_here("pipeline", "run", "archive", "--once", "--endpoint", node.endpoint)
-        assert (wrote.returncode, wrote.stdout) == (0, ""), wrote.stderr
+        archived = run_here("pipeline", "run", "archive", "--once", "--endpoint", node.endpoint)
+        assert (archived.returncode, archived.stdout) == (0, ""), archived.stderr
         plan = run_here("replay", *where, "--dry-run", "--json")
         assert plan.returncode == 0 and json.loads(plan.stdout)["topics"] == {"t": 5}, plan.stderr
         refused = run_here("replay", *where)
         assert refused.returncode == 2 and "5 messages" in refused.stdout and "add --yes" in refused.stderr
         assert count_table_rows() == 0
-        done = run_here("replay", *where, "--yes")
-        assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("scheduled 5 messages"), (
-            done.stderr
+        result = run_here("replay", *where, "--yes")
+        assert result.returncode == 0 and result.stdout.splitlines()[-1].startswith("scheduled 5 messages"), (
+            result.stderr
         )
-        again = run_here("replay", *where, "--yes", "--json")
-        assert again.returncode == 0 and json.loads(again.stdout)["repeated"] is True, again.stderr
+        repeated = run_here("replay", *where, "--yes", "--json")
+        assert repeated.returncode == 0 and json.loads(repeated.stdout)["repeated"] is True, repeated.stderr
         assert count_table_rows() == 5

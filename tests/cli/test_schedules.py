@@ -26,9 +26,9 @@ def http_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_each_command_prints_its_result_from_put_to_delete(http_endpoint: str) -> None:
     def run_schedules(*arguments: str) -> str:
-        ended = run_here("schedules", *arguments, "--endpoint", http_endpoint)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.strip()
+        result = run_here("schedules", *arguments, "--endpoint", http_endpoint)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     def run_json(*arguments: str) -> Any:
         return json.loads(run_schedules(*arguments, "--json"))
@@ -60,13 +60,13 @@ def test_each_command_prints_its_result_from_put_to_delete(http_endpoint: str) -
     [(["--rule", "x"], "--rule"), (["--rule", "[]"], "--rule"), (["--cron", "x", "--zone", "UTC"], "cron")],
 )
 def test_a_rule_that_cannot_be_read_is_refused(http_endpoint: str, arguments: list[str], text: str) -> None:
-    ended = run_here("schedules", "preview", *arguments, "--endpoint", http_endpoint)
-    assert ended.returncode == 2 and text in ended.stderr and "Traceback" not in ended.stderr
+    result = run_here("schedules", "preview", *arguments, "--endpoint", http_endpoint)
+    assert result.returncode == 2 and text in result.stderr and "Traceback" not in result.stderr
 
 
 def test_an_endpoint_of_flight_is_refused() -> None:
-    ended = run_here("schedules", "list", "--endpoint", "grpc://127.0.0.1:1")
-    assert ended.returncode == 2 and "http://" in ended.stderr
+    result = run_here("schedules", "list", "--endpoint", "grpc://127.0.0.1:1")
+    assert result.returncode == 2 and "http://" in result.stderr
 
 
 def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path) -> None:
@@ -75,26 +75,26 @@ def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path)
     holidays.write_text("2030-12-26  # a comment\n\n2031-01-01\n")
 
     def put(*arguments: str) -> dict[str, Any]:
-        ended = run_here(
+        result = run_here(
             "schedules", "put", "full", "reports", "b", *arguments, "--json", "--endpoint", http_endpoint
         )
-        assert ended.returncode == 0, ended.stderr
-        return dict(json.loads(ended.stdout))
+        assert result.returncode == 0, result.stderr
+        return dict(json.loads(result.stdout))
 
-    shown = put(
+    output = put(
         "--cron", "0 0 9 * * *", "--seconds", "--zone", "Europe/Berlin", "--gap", "skip", "--fold", "both",
         "--starts-at", "2030-01-01T00:00:00", "--ends-at", "2032-01-01T00:00:00", "--times", "900",
         "--exclude", "2030-12-25",
         "--exclude-file", str(holidays), "--move", "before", "--tag", "t", "--keys", "k1", "--keys", "k2",
         "--property", "p=1", "--catch-up", "all", "--catch-up-within", "2d",
     )  # fmt: skip
-    assert shown["rule"] == {
+    assert output["rule"] == {
         "cron": "0 0 9 * * *", "seconds": True, "zone": "Europe/Berlin", "gap": "skip", "fold": "both",
         "starts_at": "2030-01-01T00:00:00", "ends_at": "2032-01-01T00:00:00", "count": 900,
         "exclude": ["2030-12-25", "2030-12-26", "2031-01-01"], "move": "before",
     }  # fmt: skip
-    assert (shown["tag"], shown["keys"], shown["properties"]) == ("t", ["k1", "k2"], {"p": "1"})
-    assert (shown["catch_up"], shown["catch_up_within"]) == ("all", "2d")
+    assert (output["tag"], output["keys"], output["properties"]) == ("t", ["k1", "k2"], {"p": "1"})
+    assert (output["catch_up"], output["catch_up_within"]) == ("all", "2d")
     assert (
         put("--every", "1h", "--anchor", "2030-01-01T00:10:00Z")["next"]["due"] == "2030-01-01T00:10:00.000Z"
     )
@@ -108,9 +108,9 @@ def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path)
 
 def test_zones_shows_the_version_of_tzdata_and_the_zones_in_use(http_endpoint: str) -> None:
     def run_command(*arguments: str) -> str:
-        ended = run_here(*arguments, "--endpoint", http_endpoint)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+        result = run_here(*arguments, "--endpoint", http_endpoint)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
     run_command(
         "schedule", "local", "x", "--at", "2030-01-31T09:00", "--zone", "Asia/Tokyo", "--id", "local-1"

@@ -21,9 +21,9 @@ def http_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_a_selection_is_counted_made_listed_and_undone(http_endpoint: str) -> None:
     def run_selections(*arguments: str) -> str:
-        ended = run_here("selections", *arguments, "--endpoint", http_endpoint)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.strip()
+        result = run_here("selections", *arguments, "--endpoint", http_endpoint)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     def run_json(*arguments: str) -> Any:
         return json.loads(run_selections(*arguments, "--json"))
@@ -51,9 +51,9 @@ def test_a_selection_is_counted_made_listed_and_undone(http_endpoint: str) -> No
 
 def test_each_command_makes_a_selection_with_its_action(http_endpoint: str) -> None:
     def run_selections(*arguments: str) -> str:
-        ended = run_here("selections", *arguments, "--topic", "changed", "--endpoint", http_endpoint)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.strip()
+        result = run_here("selections", *arguments, "--topic", "changed", "--endpoint", http_endpoint)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     with Timeball(http_endpoint) as ball:
         sent = ball.send("changed", "x", after="1h")
@@ -69,5 +69,5 @@ def test_each_command_makes_a_selection_with_its_action(http_endpoint: str) -> N
 
 
 def test_a_condition_that_cannot_be_parsed_is_a_usage_error(http_endpoint: str) -> None:
-    ended = run_here("selections", "cancel", "--where", "tag =", "--endpoint", http_endpoint)
-    assert ended.returncode == 2 and "expected" in ended.stderr
+    result = run_here("selections", "cancel", "--where", "tag =", "--endpoint", http_endpoint)
+    assert result.returncode == 2 and "expected" in result.stderr

@@ -72,8 +72,8 @@ def test_the_ready_line_names_the_dashboard_if_there_is_one(
 ) -> None:
     with running_node(tmp_path / "d", http_port=http_port) as node:
         announce(node.node, as_json=False)
-        shown = f", dashboard http://127.0.0.1:{node.node.http_port}/, data " in capsys.readouterr().out
-    assert shown is (http_port == 0)
+        output = f", dashboard http://127.0.0.1:{node.node.http_port}/, data " in capsys.readouterr().out
+    assert output is (http_port == 0)
 
 
 def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +89,9 @@ def test_a_folder_and_a_port_in_use_are_named(tmp_path: Path, monkeypatch: pytes
             (["--port", port, "--data", "other"], f"--port {port}"),
             (["--port", "0", "--data", str(tmp_path / "d")], f"{tmp_path / 'd'} is in use"),
         ):
-            ended = run_here("serve", *options)
-            assert ended.returncode == 4
-            assert words in ended.stderr and len(ended.stderr.splitlines()) == 1
+            result = run_here("serve", *options)
+            assert result.returncode == 4
+            assert words in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
@@ -102,27 +102,27 @@ def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     facts = json.loads((data / "FORMAT").read_text())
     (data / "FORMAT").write_text(json.dumps({**facts, "format": facts["format"] + 1}))
     before = sorted((p.name, p.stat().st_mtime_ns) for p in data.rglob("*") if p.is_file())
-    ended = run_here("serve", "--port", "0", "--data", str(data))
-    assert ended.returncode == 4
-    assert "newer" in ended.stderr and str(facts["format"] + 1) in ended.stderr
+    result = run_here("serve", "--port", "0", "--data", str(data))
+    assert result.returncode == 4
+    assert "newer" in result.stderr and str(facts["format"] + 1) in result.stderr
     assert sorted((p.name, p.stat().st_mtime_ns) for p in data.rglob("*") if p.is_file()) == before
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     """A folder with other files, such as photographs, does not become a message log."""
     (tmp_path / "holiday.jpg").write_bytes(b"\xff\xd8")
-    ended = run_here("serve", "--port", "0", "--data", str(tmp_path))
-    assert ended.returncode == 4
-    assert "holiday.jpg" in ended.stderr
+    result = run_here("serve", "--port", "0", "--data", str(tmp_path))
+    assert result.returncode == 4
+    assert "holiday.jpg" in result.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     """The error names the option --data."""
     (tmp_path / "d").write_text("")
-    ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"))
-    assert ended.returncode == 4
-    assert "--data" in ended.stderr
+    result = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"))
+    assert result.returncode == 4
+    assert "--data" in result.stderr
 
 
 def test_options_come_from_the_environment_and_from_a_file(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_options_come_from_the_environment_and_from_a_file(tmp_path: Path) -> No
 
 def test_a_public_address_needs_a_certificate_or_allow_plaintext(tmp_path: Path) -> None:
     options = ["serve", "--port", "0", "--host", "0.0.0.0", "--data", str(tmp_path / "d")]
-    ended = run_here(*options)
-    assert ended.returncode == 4 and len(ended.stderr.splitlines()) == 1
-    assert "--host 0.0.0.0" in ended.stderr and "--allow-plaintext" in ended.stderr
+    result = run_here(*options)
+    assert result.returncode == 4 and len(result.stderr.splitlines()) == 1
+    assert "--host 0.0.0.0" in result.stderr and "--allow-plaintext" in result.stderr
     assert not (tmp_path / "d").exists()
     with running(*options, "--allow-plaintext", "--json") as server:
         assert server.wait_line(event="ready")["host"] == "0.0.0.0"
@@ -148,8 +148,8 @@ def test_a_public_address_needs_a_certificate_or_allow_plaintext(tmp_path: Path)
 def test_an_access_file_that_others_may_read_is_named(tmp_path: Path) -> None:
     path = access_file(tmp_path)
     path.chmod(0o644)
-    ended = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(path))
-    assert ended.returncode == 4 and "--access-file" in ended.stderr and "chmod 600" in ended.stderr
+    result = run_here("serve", "--port", "0", "--data", str(tmp_path / "d"), "--access-file", str(path))
+    assert result.returncode == 4 and "--access-file" in result.stderr and "chmod 600" in result.stderr
 
 
 def test_commands_use_keys_and_roots_of_the_environment_and_sighup_reloads_accounts(tmp_path: Path) -> None:
@@ -163,11 +163,13 @@ def test_commands_use_keys_and_roots_of_the_environment_and_sighup_reloads_accou
         address_and_roots = {"TIMEBALL_ENDPOINT": http_endpoint_of(ready), "TIMEBALL_TLS_ROOTS": issued.roots}
         shop = {**address_and_roots, "TIMEBALL_ACCESS_KEY": "shop", "TIMEBALL_SECRET_KEY": "shop secret 1"}
         assert run_here("send", "orders", "x", **shop).returncode == 0
-        for refused in (address_and_roots, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
-            ended = run_here("send", "orders", "x", **refused)
-            assert ended.returncode == 2 and "access key" in ended.stderr and "secret 1" not in ended.stderr
-        ended = run_here("send", "news", "x", **shop)
-        assert ended.returncode == 2 and "'news'" in ended.stderr
+        for credentials in (address_and_roots, {**shop, "TIMEBALL_SECRET_KEY": "wrong"}):
+            result = run_here("send", "orders", "x", **credentials)
+            assert (
+                result.returncode == 2 and "access key" in result.stderr and "secret 1" not in result.stderr
+            )
+        result = run_here("send", "news", "x", **shop)
+        assert result.returncode == 2 and "'news'" in result.stderr
         access_file(tmp_path, ACCESS_FILE.replace("shop secret 1", "shop secret 9"))
         os.kill(server.pid, signal.SIGHUP)
         shop["TIMEBALL_SECRET_KEY"] = "shop secret 9"
@@ -241,9 +243,9 @@ def test_idle_connections_stop_neither_the_log_nor_later_clients(tmp_path: Path)
 
 
 def test_a_name_server_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as result:
         main(["name-server"])
-    assert ended.value.code == 4 and "--cluster" in capsys.readouterr().err
+    assert result.value.code == 4 and "--cluster" in capsys.readouterr().err
 
 
 async def _own() -> asyncio.AbstractEventLoop:
@@ -359,9 +361,9 @@ def test_a_port_in_use_is_named_after_the_log_has_begun(tmp_path: Path, edge: st
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = int(holder.getsockname()[1])
-        ended = run_here(*command(tmp_path / "d", **{edge: port}))
-    assert ended.returncode == ExitCode.SETUP
-    assert str(port) in ended.stderr and len(ended.stderr.splitlines()) == 1
+        result = run_here(*command(tmp_path / "d", **{edge: port}))
+    assert result.returncode == ExitCode.SETUP
+    assert str(port) in result.stderr and len(result.stderr.splitlines()) == 1
     # The node had created its log before it opened the port.
     assert RealFiles(tmp_path / "d").list_dir("log")
 
@@ -371,17 +373,17 @@ def test_the_folder_of_another_node_is_refused(tmp_path: Path) -> None:
     files = RealFiles(tmp_path / "d")
     write_format(files)
     opened(files)
-    ended = run_here(*command(tmp_path / "d"))
-    assert ended.returncode == ExitCode.SETUP
-    assert "belongs to replica b/" in ended.stderr and "--data" in ended.stderr
+    result = run_here(*command(tmp_path / "d"))
+    assert result.returncode == ExitCode.SETUP
+    assert "belongs to replica b/" in result.stderr and "--data" in result.stderr
 
 
 @pytest.mark.parametrize("left_out", ["--node", "--etcd"])
 def test_required_settings_are_requested(tmp_path: Path, left_out: str) -> None:
     words = command(tmp_path / "d")
     at = words.index(left_out)
-    ended = run_here(*words[:at], *words[at + 2 :])
-    assert ended.returncode != 0 and left_out in ended.stderr
+    result = run_here(*words[:at], *words[at + 2 :])
+    assert result.returncode != 0 and left_out in result.stderr
 
 
 def test_the_pause_before_a_restart_doubles_and_is_reset_by_a_steady_run() -> None:

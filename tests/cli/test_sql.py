@@ -34,18 +34,18 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def test_a_table_is_on_stdout_and_its_version_on_stderr(node: RunningNode) -> None:
-    done = run_here("sql", BY_TOPIC, "--endpoint", node.endpoint)
-    assert done.returncode == 0, done.stderr
-    head, line, *rows = done.stdout.splitlines()
+    result = run_here("sql", BY_TOPIC, "--endpoint", node.endpoint)
+    assert result.returncode == 0, result.stderr
+    head, line, *rows = result.stdout.splitlines()
     assert head.split() == ["topic", "waiting", "first"]
     assert set(line) == {"─", " "}
     assert [row.split()[:2] for row in rows] == [["bills", "1"], ["mail", "3"]]
-    assert "pending table 1, log to row" in done.stderr
+    assert "pending table 1, log to row" in result.stderr
 
 
 def test_json_has_version_and_rows(node: RunningNode) -> None:
-    done = run_here("sql", BY_TOPIC, "--json", "--endpoint", node.endpoint)
-    document = json.loads(done.stdout)
+    result = run_here("sql", BY_TOPIC, "--json", "--endpoint", node.endpoint)
+    document = json.loads(result.stdout)
     assert document["version"]["table"] == 1
     assert [(row["topic"], row["waiting"]) for row in document["rows"]] == [("bills", 1), ("mail", 3)]
     assert document["rows"][0]["first"].endswith("Z")
@@ -54,25 +54,25 @@ def test_json_has_version_and_rows(node: RunningNode) -> None:
 def test_csv_has_all_rows(node: RunningNode, tmp_path: Path) -> None:
     query = tmp_path / "q.sql"
     query.write_text("select topic, body from pending order by seq -- all of them\n")
-    done = run_here("sql", "--file", str(query), "--csv", "--endpoint", node.endpoint)
-    assert list(csv.reader(io.StringIO(done.stdout))) == [
+    result = run_here("sql", "--file", str(query), "--csv", "--endpoint", node.endpoint)
+    assert list(csv.reader(io.StringIO(result.stdout))) == [
         ["topic", "body"], ["mail", "m0"], ["mail", "m1"], ["mail", "m2"], ["bills", "\\xff00"],
     ]  # fmt: skip
     piped = run_here("sql", "--file", "-", "--csv", "--endpoint", node.endpoint, text=query.read_text())
-    assert piped.stdout == done.stdout
+    assert piped.stdout == result.stdout
 
 
 def test_a_long_answer_is_cut_with_a_note(node: RunningNode) -> None:
-    done = run_here("sql", "from range(100)", "--limit-rows", "3", "--endpoint", node.endpoint)
-    assert [line.strip() for line in done.stdout.splitlines()[2:]] == ["0", "1", "2"]
-    assert "the first 3 rows" in done.stderr
-    done = run_here("sql", "from range(3)", "--limit-rows", "3", "--endpoint", node.endpoint)
-    assert "the first" not in done.stderr
+    result = run_here("sql", "from range(100)", "--limit-rows", "3", "--endpoint", node.endpoint)
+    assert [line.strip() for line in result.stdout.splitlines()[2:]] == ["0", "1", "2"]
+    assert "the first 3 rows" in result.stderr
+    result = run_here("sql", "from range(3)", "--limit-rows", "3", "--endpoint", node.endpoint)
+    assert "the first" not in result.stderr
 
 
 def test_without_a_query_the_views_are_shown() -> None:
-    done = run_here("sql")
-    views = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    result = run_here("sql")
+    views = dict(line.split(": ", 1) for line in result.stdout.splitlines())
     tables = ["pending", "pending_table", "ledger", "archive", "log", "schedules", "selections"]
     assert list(views) == [*tables, "scheduled"]
     assert "due_ms" in views["pending"] and ", due," in views["pending"]
@@ -94,20 +94,20 @@ def test_without_a_query_the_views_are_shown() -> None:
     ],
 )
 def test_errors_are_sentences(node: RunningNode, arguments: list[str], code: ExitCode, said: str) -> None:
-    done = run_here("sql", *arguments, "--endpoint", node.endpoint)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr and "Traceback" not in done.stderr
+    result = run_here("sql", *arguments, "--endpoint", node.endpoint)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert said in result.stderr and "Traceback" not in result.stderr
 
 
 def test_no_broker_is_told_with_its_address() -> None:
-    done = run_here("sql", "select 1", "--endpoint", "grpc://127.0.0.1:1")
-    assert done.returncode == ExitCode.UNREACHABLE
-    assert "no broker answers at grpc://127.0.0.1:1" in done.stderr
+    result = run_here("sql", "select 1", "--endpoint", "grpc://127.0.0.1:1")
+    assert result.returncode == ExitCode.UNREACHABLE
+    assert "no broker answers at grpc://127.0.0.1:1" in result.stderr
 
 
 def test_values_are_converted_for_json() -> None:
     moment = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
-    given = [
+    values = [
         b"text",
         b"\xff",
         moment,
@@ -118,17 +118,17 @@ def test_values_are_converted_for_json() -> None:
         {"k": b"b"},
         None,
     ]
-    assert [plain(value) for value in given] == [
+    assert [plain(value) for value in values] == [
         "text", "\\xff", "2030-01-02T03:04:05Z", "2030-01-02", 12, 1.5, ["a"], {"k": "b"}, None,
     ]  # fmt: skip
 
 
 def test_lines_are_aligned_and_control_characters_become_dots() -> None:
-    shown = list(lines(["name", "n"], [["a\nb", 5], ["x" * 100, 1_000], [None, None]]))
-    assert shown[0].endswith("     n")
-    assert shown[2].startswith("a·b ") and shown[2].endswith("     5")
-    assert shown[3].split()[0] == "x" * 59 + "…"
-    assert shown[4] == ""
+    output = list(lines(["name", "n"], [["a\nb", 5], ["x" * 100, 1_000], [None, None]]))
+    assert output[0].endswith("     n")
+    assert output[2].startswith("a·b ") and output[2].endswith("     5")
+    assert output[3].split()[0] == "x" * 59 + "…"
+    assert output[4] == ""
 
 
 HOUR_MS = 3_600_000
@@ -137,9 +137,9 @@ DAY_MS = 24 * HOUR_MS
 
 def _pending(endpoint: str, *options: str) -> dict[str, Any]:
     """Run `timeball pending`, and return its document."""
-    ended = run_here("pending", "--json", *options, "--endpoint", endpoint)
-    assert ended.returncode == 0, ended.stderr
-    document: dict[str, Any] = json.loads(ended.stdout)
+    result = run_here("pending", "--json", *options, "--endpoint", endpoint)
+    assert result.returncode == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
     return document
 
 
@@ -166,8 +166,8 @@ def test_pending_counts_tail_and_table_without_cancelled_messages(tmp_path: Path
         document = _pending(endpoint, "--by", "hour")
         assert (document["waiting"], document["tail_rows"]) == (98, 1)
         assert list(document["due"].values()) == [24, 24, 25, 25]
-        shown = run_here("pending", "--endpoint", endpoint)
-        assert "98 waiting" in shown.stdout and "█" in shown.stdout
+        result = run_here("pending", "--endpoint", endpoint)
+        assert "98 waiting" in result.stdout and "█" in result.stdout
 
 
 def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_lies(tmp_path: Path) -> None:

@@ -18,17 +18,17 @@ from timeball.cli.status import _labelled_lines, _punctuality
 
 def test_status_with_json_prints_the_answer_of_the_broker(endpoint: str) -> None:
     """docs/flight.md describes the fields."""
-    found = json.loads(run_here("status", "--json", "--endpoint", endpoint).stdout)
-    assert found["version"] == __version__
-    assert found["log"]["durable_seq"] <= found["log"]["next_seq"]
-    assert found["schedule"].keys() >= {"tail_rows", "wheel_rows", "table_rows", "cancelled_rows"}
+    document = json.loads(run_here("status", "--json", "--endpoint", endpoint).stdout)
+    assert document["version"] == __version__
+    assert document["log"]["durable_seq"] <= document["log"]["next_seq"]
+    assert document["schedule"].keys() >= {"tail_rows", "wheel_rows", "table_rows", "cancelled_rows"}
 
 
 def test_status_for_people_has_a_labelled_line_for_each_figure(endpoint: str) -> None:
     """A narrow terminal folds lines and does not cut them."""
-    shown = run_here("status", "--endpoint", endpoint, COLUMNS="60")
-    assert shown.returncode == 0
-    labels = [label for line in shown.stdout.splitlines() if (label := line[:13].strip())]
+    result = run_here("status", "--endpoint", endpoint, COLUMNS="60")
+    assert result.returncode == 0
+    labels = [label for line in result.stdout.splitlines() if (label := line[:13].strip())]
     expected = [
         "broker",
         "log",
@@ -45,7 +45,7 @@ def test_status_for_people_has_a_labelled_line_for_each_figure(endpoint: str) ->
         "memory",
     ]
     assert labels == expected
-    assert endpoint in shown.stdout
+    assert endpoint in result.stdout
 
 
 def test_watch_prints_the_status_again_until_ctrl_c(endpoint: str) -> None:
@@ -137,8 +137,8 @@ def test_topics_are_listed_with_their_queues_and_messages(endpoint: str) -> None
         json.loads(line) for line in run_here("topics", "--json", "--endpoint", endpoint).stdout.splitlines()
     ]
     assert {"topic": "listed", "queues": 3, "messages": 5} in rows
-    shown = run_here("topics", "--endpoint", endpoint)
-    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("listed ")]
+    result = run_here("topics", "--endpoint", endpoint)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("listed ")]
     assert line.split() == ["listed", "3", "5"]
 
 
@@ -146,8 +146,8 @@ def test_one_topic_is_shown_queue_by_queue(endpoint: str) -> None:
     with Timeball(endpoint) as ball:
         ball.create_topic("one-listed", 2)
         ball.send("one-listed", "x")
-    printed = run_here("topics", "one-listed", "--json", "--endpoint", endpoint)
-    rows = [json.loads(line) for line in printed.stdout.splitlines()]
+    result = run_here("topics", "one-listed", "--json", "--endpoint", endpoint)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["queue"] for row in rows] == [0, 1] and sum(row["max"] for row in rows) == 1
     assert "queue" in run_here("topics", "one-listed", "--endpoint", endpoint).stdout
 
@@ -163,14 +163,14 @@ def test_groups_are_listed_with_their_lag(endpoint: str) -> None:
         ball.send_many([{"body": "x"}] * 5, topic="behind")
         held = ball.pull("behind", "laggards", max_messages=2)
         assert held[0].ack()
-        printed = run_here("groups", "laggards", "--json", "--endpoint", endpoint)
-        (state,) = [json.loads(line) for line in printed.stdout.splitlines()]
+        result = run_here("groups", "laggards", "--json", "--endpoint", endpoint)
+        (state,) = [json.loads(line) for line in result.stdout.splitlines()]
         assert (state["group"], state["dead_letters"]) == ("laggards", 0)
         assert [topic["topic"] for topic in state["topics"]] == ["behind"]
         assert state["lag"] >= 3
-        shown = run_here("groups", "--endpoint", endpoint).stdout.splitlines()
-        assert "dead letters" in shown[0]
-        (line,) = [line for line in shown if line.startswith("laggards ")]
+        output = run_here("groups", "--endpoint", endpoint).stdout.splitlines()
+        assert "dead letters" in output[0]
+        (line,) = [line for line in output if line.startswith("laggards ")]
         assert line.split()[1:3] == ["behind", str(state["lag"])]
         held[1].ack()
 
@@ -180,8 +180,8 @@ def test_a_group_of_several_topics_is_shown_topic_by_topic(endpoint: str) -> Non
         for topic in ("behind-a", "behind-b"):
             ball.send(topic, "x")
             ball.ack(ball.pull(topic, "both"))
-    shown = run_here("groups", "both", "--endpoint", endpoint).stdout
-    assert "both " in shown and "behind-a" in shown and "behind-b" in shown and " all " in shown
+    output = run_here("groups", "both", "--endpoint", endpoint).stdout
+    assert "both " in output and "behind-a" in output and "behind-b" in output and " all " in output
 
 
 def test_an_unknown_group_is_a_usage_error(endpoint: str) -> None:
@@ -202,9 +202,9 @@ def give_up(ball: Timeball, group: str, bodies: list[bytes]) -> None:
 
 def list_dead_letters(endpoint: str, group: str, *more: str) -> list[dict[str, object]]:
     """List the dead letters of a group, with the options `more`."""
-    ran = run_here("dead-letters", "list", group, "--json", *more, "--endpoint", endpoint)
-    assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    result = run_here("dead-letters", "list", group, "--json", *more, "--endpoint", endpoint)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_dead_letters_are_listed_page_by_page(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +217,8 @@ def test_dead_letters_are_listed_page_by_page(endpoint: str, monkeypatch: pytest
     )
     assert {row["topic"] for row in rows} == {"of-listers"}
     assert len(list_dead_letters(endpoint, "listers", "--max", "3")) == 3
-    shown = run_here("dead-letters", "list", "listers", "--max", "4", "--endpoint", endpoint)
-    assert len(shown.stdout.splitlines()) == 4 and "there are more" in shown.stderr
+    result = run_here("dead-letters", "list", "listers", "--max", "4", "--endpoint", endpoint)
+    assert len(result.stdout.splitlines()) == 4 and "there are more" in result.stderr
 
 
 def test_a_named_dead_letter_is_sent_again_and_all_others_are_deleted(endpoint: str) -> None:
@@ -244,17 +244,19 @@ def test_a_named_dead_letter_is_sent_again_and_all_others_are_deleted(endpoint: 
 def test_a_resend_needs_either_names_of_dead_letters_or_the_option_all(
     endpoint: str, arguments: list[str]
 ) -> None:
-    refused = run_here("dead-letters", "resend", "any-group", *arguments, "--endpoint", endpoint)
-    assert refused.returncode == 2 and "--all" in refused.stderr
+    result = run_here("dead-letters", "resend", "any-group", *arguments, "--endpoint", endpoint)
+    assert result.returncode == 2 and "--all" in result.stderr
 
 
 def test_limits_of_a_topic_and_of_a_group_are_set(endpoint: str) -> None:
     with Timeball(endpoint) as ball:
         ball.create_topic("limited-here", 3)
-        shown = run_here("topics", "limited-here", "--max-per-second", "50", "--json", "--endpoint", endpoint)
-        assert [json.loads(line)["queue"] for line in shown.stdout.splitlines()] == [0, 1, 2]
-        shown = run_here("groups", "limited-here", "--max-per-key", "2", "--json", "--endpoint", endpoint)
-        assert json.loads(shown.stdout)["max_per_key"] == 2
+        result = run_here(
+            "topics", "limited-here", "--max-per-second", "50", "--json", "--endpoint", endpoint
+        )
+        assert [json.loads(line)["queue"] for line in result.stdout.splitlines()] == [0, 1, 2]
+        result = run_here("groups", "limited-here", "--max-per-key", "2", "--json", "--endpoint", endpoint)
+        assert json.loads(result.stdout)["max_per_key"] == 2
         assert ball.groups("limited-here")[0].max_per_key == 2
         note = run_here("groups", "limited-here", "--endpoint", endpoint).stderr
         assert "group limited-here: its members hold at most 2 of the messages with one key" in note

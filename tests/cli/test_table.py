@@ -21,8 +21,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def test_an_empty_table_has_no_files(node: RunningNode) -> None:
-    found = json.loads(run_here("table", "--json", "--endpoint", node.endpoint).stdout)
-    assert found == {
+    document = json.loads(run_here("table", "--json", "--endpoint", node.endpoint).stdout)
+    assert document == {
         "tables": [
             {"group": "", "version": 0, "files": 0, "rows": 0, "size_bytes": 0, "buckets": [], "merges": []}
         ]
@@ -37,9 +37,9 @@ def test_the_command_shows_files_by_bucket_and_the_merge_that_the_broker_then_ma
             ball.send("mail", b"m", after="1000d")
             ball.compact()
             assert ball.status()["schedule"]["table_files"] == number + 1
-        done = run_here("table", "--endpoint", node.endpoint)
-        assert done.returncode == 0, done.stderr
-        head, bucket, total, merge = done.stdout.splitlines()
+        result = run_here("table", "--endpoint", node.endpoint)
+        assert result.returncode == 0, result.stderr
+        head, bucket, total, merge = result.stdout.splitlines()
         assert head.split() == ["bucket", "files", "rows", "size"]
         assert bucket.split()[1:] == total.split()[1:]
         assert bucket.split()[1:3] == ["12", "12"]

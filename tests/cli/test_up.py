@@ -140,9 +140,9 @@ def rows_read(folder: Path, app_id: str) -> int:
 def test_a_port_in_use_ends_the_command_before_the_pipeline_starts(tmp_path: Path, flight: str) -> None:
     """The exit code is 4, and the error names the option."""
     port = flight.rpartition(":")[2]
-    ended = run_here("up", "--port", port, "--data", str(tmp_path / "d"))
-    assert ended.returncode == 4
-    assert f"--port {port}" in ended.stderr and "pipeline" not in ended.stderr
+    result = run_here("up", "--port", port, "--data", str(tmp_path / "d"))
+    assert result.returncode == 4
+    assert f"--port {port}" in result.stderr and "pipeline" not in result.stderr
 
 
 @pytest.mark.slow
@@ -186,8 +186,8 @@ def test_after_a_kill_of_the_jvm_the_ledger_continues_in_a_new_process(tmp_path:
                     if "java" in child.name()
                 ]
                 jvm.kill()
-                ended = up.wait_line(event="pipeline", state="ended")
-                assert "next start in 1 s" in ended["text"]
+                result = up.wait_line(event="pipeline", state="ended")
+                assert "next start in 1 s" in result["text"]
         states = [line["state"] for line in up.lines if line["event"] == "pipeline"]
         assert states == ["started", "ended", "started"]
         assert up.end(signal.SIGINT) == 0

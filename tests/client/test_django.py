@@ -466,8 +466,8 @@ def test_check_reports_a_missing_database_and_a_missing_application(monkeypatch:
         patch.setitem(settings.DATABASES, "default", {"ENGINE": "django.db.backends.dummy"})
         assert [message.id for message in backend().check()] == ["timeball.E003"]
     with override_settings(TASKS={"default": {"BACKEND": BACKEND}}):
-        others = [app.name for app in apps.get_app_configs() if app.name != "timeball.client.django"]
-        with override_settings(INSTALLED_APPS=others):
+        other_apps = [app.name for app in apps.get_app_configs() if app.name != "timeball.client.django"]
+        with override_settings(INSTALLED_APPS=other_apps):
             assert [message.id for message in backend().check()] == ["timeball.W002"]
 
 

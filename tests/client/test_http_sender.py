@@ -243,8 +243,13 @@ def test_a_second_send_with_a_unique_key_is_rejected_keeps_or_replaces_the_first
         ball.send("unique-http", "2", after="1h", unique_key="order-17", on_pending="reject", retry=True)
     error = refusal.value
     assert (error.id, error.seq, error.due_ms) == (first.id, first.seq, first.due_ms)
-    kept = ball.send("unique-http", "3", after="2h", unique_key="order-17", on_pending="keep")
-    assert (kept.outcome, kept.id, kept.seq, kept.due_ms) == ("kept", first.id, first.seq, first.due_ms)
+    keeping = ball.send("unique-http", "3", after="2h", unique_key="order-17", on_pending="keep")
+    assert (keeping.outcome, keeping.id, keeping.seq, keeping.due_ms) == (
+        "kept",
+        first.id,
+        first.seq,
+        first.due_ms,
+    )
     replacing = ball.send(
         "unique-http", "4", after="2h", unique_key="order-17", on_pending="replace", retry=True
     )

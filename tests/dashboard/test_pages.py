@@ -51,8 +51,8 @@ def test_the_check_for_accessibility_finds_a_missing_label_and_a_pale_text(tab: 
     wait_until_shown(page)
     page.evaluate("document.querySelector('label[for=text]').remove()")
     page.evaluate("document.documentElement.style.setProperty('--soft', '#d8d8d8')")
-    found = "\n".join(accessibility_faults(page, axe))
-    assert "label (critical)" in found and "color-contrast (serious)" in found
+    faults = "\n".join(accessibility_faults(page, axe))
+    assert "label (critical)" in faults and "color-contrast (serious)" in faults
 
 
 def test_pages_of_an_empty_broker_show_no_error_and_are_accessible(
@@ -110,7 +110,7 @@ def test_the_browser_reports_violations_of_the_policy_and_errors_of_a_page(brows
     page.evaluate("void Promise.reject(new Error('of the page'))")
     page.wait_for_timeout(0)
     expect(page.locator("h1")).to_be_visible()
-    found = "\n".join(tab.faults)
+    faults = "\n".join(tab.faults)
     tab.close()
     for part in ("policy: script-src", "policy: style-src", "policy: connect-src", "of the page"):
-        assert part in found
+        assert part in faults
