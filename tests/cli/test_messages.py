@@ -146,7 +146,7 @@ def test_a_message_may_expire_and_have_a_window(endpoint: str) -> None:
     options = ("--expires-in", "5m", "--on-expiry", "move", "--window", "10m", "--spread", "level")
     [receipt] = _json("schedule", "options", "x", "--after", "1h", *options, "--endpoint", endpoint)
     wait_ms = int(str(receipt["due_ms"])) - int(str(receipt["store_ms"]))
-    # The due time is up to 10 min after the hour; a second more or less for rounding.
+    # The due time is up to 10 min after the hour, with a second of tolerance for rounding.
     assert 3_600_000 <= wait_ms + 1_000 <= 4_201_000
     [output] = _json("get", str(receipt["id"]), "--endpoint", endpoint)
     assert "TIMEBALL_EXPIRES_AFTER_MS" in json.dumps(output)

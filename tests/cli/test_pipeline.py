@@ -326,7 +326,7 @@ def test_the_exit_code_is_0_if_the_audit_balances_and_1_after_tampering(tmp_path
         eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         equation = "accepted 8 = released 5 + cancelled 1 + expired 0 + replaced 0 + selected 0 + missed 0 + pending 2"
         options = ("--no-spark", "--endpoint", node.endpoint)
-        fresh = run_here("audit", *options)  # no ledger: what is in the log is enough
+        fresh = run_here("audit", *options)  # without a ledger: the rows of the log are enough
         reason = "full audit: there is no snapshot of a balanced audit"
         assert (fresh.returncode, fresh.stdout.splitlines()) == (0, [reason, equation, "it balances"]), (
             fresh.stderr

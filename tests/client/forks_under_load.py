@@ -81,7 +81,7 @@ def start(how: str, ball: Timeball, endpoint: str, kind: str) -> Callable[[], in
 
 
 def main(endpoint: str, kind: str, how: str, processes: int) -> None:
-    """Send and consume in threads while processes run, then consume what is left. Each process must exit with 0."""
+    """Send and consume while processes run, then consume the remaining messages. All processes must exit with 0."""
     ball = CLIENTS[kind](endpoint)
     ball.create_topic(TOPIC, 4)
     stop_sending, stop_receiving = threading.Event(), threading.Event()

@@ -172,7 +172,7 @@ def test_an_attempt_of_a_long_poll_has_the_wait_and_half_of_the_other_time() -> 
     nodes = attempts_at("a", "b")
     broker = Broker(nodes, Lost("x"), seconds=75)
     run(nodes.with_retries(broker, 30_000, wait_ms=60_000))
-    # Of the 30 s besides the wait, the first attempt has half, and the second one half of what is left.
+    # Of the 30 s besides the wait, the first attempt has half, and the second one half of the remaining time.
     assert broker.limits_s == [75.0, 7.5]
     assert [wait_within(limit_s, 30_000, 60_000) for limit_s in broker.limits_s] == [60_000, 0]
 

@@ -163,7 +163,7 @@ def test_a_document_that_cannot_be_read_is_reported(tab: Tab) -> None:
 def test_each_curl_command_has_the_status_of_its_operation(
     tab: Tab, client: Client, node: RunningNode
 ) -> None:
-    """The commands run in an order in which a command finds what others have created. REFUSED has the exceptions."""
+    """The commands run in an order in which each finds the objects that it needs. REFUSED has the exceptions."""
     needed(lambda: environments.tool("curl", "curl"))
     page = reference(tab)
     planned(node, "spring", client)

@@ -295,6 +295,7 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
         tracker = spark.sparkContext.statusTracker()
 
         def show_progress() -> None:
+            """Update the bar until the end, from a thread. Spark reports only stages that run."""
             while not stopped.wait(LOOK_EVERY_S):
                 stages = [tracker.getStageInfo(stage_id) for stage_id in tracker.getActiveStageIds()]
                 totals = [(stage.numCompletedTasks, stage.numTasks) for stage in stages if stage is not None]

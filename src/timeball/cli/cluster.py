@@ -184,6 +184,7 @@ def init(
     from timeball.cluster.operations import Operations
 
     async def create_group(coordinator: Coordinator) -> Record:
+        """Create the group, or with `dry_run` only plan it. Returns its record."""
         operations = Operations(coordinator, settings.group)
         revision, record = await operations.plan_first(names, wait_ms / 1_000)
         if not dry_run:
@@ -368,6 +369,7 @@ def force(
     from timeball.cluster.operations import Operations
 
     async def force_group(coordinator: Coordinator) -> tuple[Record | None, Record]:
+        """Return the record before the change, None without one, and the new or planned record."""
         operations = Operations(coordinator, settings.group)
         if not dry_run:
             return await operations.force(node)
@@ -398,6 +400,7 @@ def _change(
     from timeball.cluster.operations import Operations
 
     async def change_group(coordinator: Coordinator) -> tuple[GroupView, Record]:
+        """Return the view of the group before the change, and the new or predicted record."""
         operations = Operations(coordinator, settings.group)
         view, request = await plan(operations)
         assert view.record is not None
@@ -463,6 +466,7 @@ def _run_with_coordinator(settings: Settings, call: Callable[[Coordinator], Awai
     from timeball.cluster.coordination.etcd import create_coordinator
 
     async def run() -> T:
+        """Make the call, and close the connection to etcd."""
         coordinator = create_coordinator(settings, SystemClock())
         try:
             return await call(coordinator)

@@ -233,7 +233,7 @@ def _counts_text(kinds: dict[str, int]) -> str:
 
 
 def _checkpoint_text(checkpoint: dict[str, Any] | None) -> str:
-    """Format the checkpoint as a line. None: there is none, or it cannot be read."""
+    """Format the checkpoint as a line. `checkpoint` is None if there is none, or if it cannot be read."""
     if checkpoint is None:
         return "no readable checkpoint"
     settled = f"{checkpoint['settled_rows']:,} settled before their due time"

@@ -157,7 +157,10 @@ def forecast(
 
 
 def choose_engine(spark: SparkOptions) -> SparkOptions | None:
-    """Decide which engine counts: Spark with the returned options, or DuckDB in this process for None."""
+    """Decide which engine counts. Returns the options of Spark, or None for DuckDB in this process.
+
+    Raises RequestError for options of Spark without --master.
+    """
     from timeball.spark.run import SUBMITTED
 
     if spark.master is not None or SUBMITTED in os.environ:

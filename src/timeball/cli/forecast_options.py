@@ -101,7 +101,7 @@ class Window:
             )
 
     def bounds(self, now_ms: int) -> Due:
-        """Compute the bounds of from <= due_ms < until. None: no bound. RequestError for an empty window."""
+        """Compute the bounds of from <= due_ms < until, None for no bound. Raises RequestError for an empty window."""
         low = None if self.begin is None else self.begin.at_ms(now_ms)
         high = None if self.end is None else self.end.at_ms(now_ms)
         if high is not None and high <= (now_ms if low is None else low):

@@ -119,6 +119,7 @@ app = typer.Typer(
 
 
 def _print_version(is_set: bool) -> None:
+    """Print the version and end the program, if the option --version is set."""
     if is_set:
         from timeball import __version__
 

@@ -157,6 +157,7 @@ def _stop_on_eof() -> None:
     stdin = sys.stdin.fileno()
 
     def watch() -> None:
+        """Read stdin to its end, and then send the signal."""
         # os.read, not sys.stdin: this thread would still hold the lock of sys.stdin when the interpreter ends.
         while os.read(stdin, 1):
             pass

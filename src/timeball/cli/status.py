@@ -90,6 +90,7 @@ def status(
 
 
 def _print_status(endpoint: str, state: dict[str, Any], *, as_json: bool) -> None:
+    """Print the status of a broker as a JSON document or as a table."""
     if as_json:
         print_json(state)
     else:

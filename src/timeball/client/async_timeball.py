@@ -125,7 +125,7 @@ class _Driven(Timeball):
     """A Timeball whose methods for operations return coroutines."""
 
     def __init__(self, ball: AsyncTimeball, http: HttpCalls | None) -> None:
-        """Prepare. `ball`: sends columns. `http`: the calls of operations; None without an address of HTTP."""
+        """Take the calls of operations from `http`, None without an address of HTTP. `ball` sends columns."""
         Reader.__init__(self, http, None, ball._ball._clock)
         self._async_ball = ball
         if http is not None:

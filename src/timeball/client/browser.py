@@ -86,7 +86,7 @@ class Browser:
     """Reads by offset. Thread safe. Threads that read the same topic for the same group share a position."""
 
     def __init__(self, columns: Calls, operations: Callable[[], HttpCalls], clock: Clock) -> None:
-        """Prepare. `columns`: the calls over Flight. `operations` returns those over HTTP, or raises RequestError."""
+        """Read by `columns`, over Flight. `operations` returns the calls over HTTP, or raises RequestError."""
         self._columns, self._operations = columns, operations
         self._clock = clock
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ class Browser:
         return as_messages(self.read_batch(topic, group, rows, wait, start), self._clock.wall_ms())
 
     def commit(self, topic: str, group: str, next_offsets: dict[int, int] | None) -> None:
-        """Commit these offsets of the group by queue. None: the current positions of this client."""
+        """Commit offsets of the group by queue. None as `next_offsets` means the current positions of this client."""
         lock, positions = self._position(topic, group, "earliest")
         with lock:
             positions.commit(dict(positions.next) if next_offsets is None else next_offsets)

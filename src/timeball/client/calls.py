@@ -218,6 +218,7 @@ class Calls(Attempts):
         call = flight.Action(verb, data)
 
         async def attempt(limit_s: float) -> T:
+            """Make the call once, within `limit_s` seconds."""
             options = flight.FlightCallOptions(timeout=limit_s)
             with translated(self.endpoint):
                 results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
@@ -231,6 +232,7 @@ class Calls(Attempts):
         wait_ms = ticket.wait_ms if isinstance(ticket, wire.Pull) else 0
 
         async def attempt(limit_s: float) -> pa.RecordBatch:
+            """Read once, within `limit_s` seconds."""
             sent = ticket
             if isinstance(ticket, wire.Pull):
                 # A later attempt has less time, so the broker must wait less.

@@ -92,7 +92,7 @@ class Consumer:
     """Receives messages as a member of any group, and answers for them. Thread safe and stateless."""
 
     def __init__(self, calls: HttpCalls, clock: Clock, message_class: type[Leased] = Message) -> None:
-        """Prepare. `message_class`: the class of the received messages, which is AsyncMessage for an AsyncTimeball."""
+        """Receive messages as objects of `message_class`, which is AsyncMessage for an AsyncTimeball."""
         self._calls, self.network, self.timeout_ms = calls, calls.network, calls.timeout_ms
         self._clock, self._message_class = clock, message_class
 

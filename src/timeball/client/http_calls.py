@@ -92,9 +92,9 @@ class HttpCalls(Attempts):
     def close(self) -> None:
         """Close the connections. Calls that wait for their next attempt end with Unavailable."""
         self._closed.set()
-        for kept in self._kept.values():
-            while kept:
-                kept.pop().close()
+        for idle_connections in self._kept.values():
+            while idle_connections:
+                idle_connections.pop().close()
 
     def after_fork(self) -> None:
         """See Attempts."""
@@ -175,6 +175,7 @@ class HttpCalls(Attempts):
         self.check()
 
         async def attempt(limit_s: float) -> T:
+            """Make the request once at the current node, within `limit_s` seconds, and decode its answer."""
             endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(limit_s * 1e9)
             request = build(limit_s)
             sent = request._replace(headers=(*request.headers, *self._headers))
@@ -240,6 +241,7 @@ class HttpCalls(Attempts):
         sent = request._replace(headers=(*request.headers, *self._headers))
 
         async def attempt(limit_s: float) -> Connection:
+            """Open the stream once at the current node. Returns its connection, or raises the error of the answer."""
             endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(limit_s * 1e9)
             connection = await self._connect(endpoint, limit_s)
             try:
@@ -272,9 +274,9 @@ class HttpCalls(Attempts):
 
     def _keep(self, endpoint: str, connection: Connection) -> None:
         """Keep a connection for the next call, or close it if that is not possible."""
-        kept = self._kept[endpoint]
-        if connection.is_reusable and not self._closed.is_set() and len(kept) < KEPT_MAX:
-            kept.append(connection)
+        idle_connections = self._kept[endpoint]
+        if connection.is_reusable and not self._closed.is_set() and len(idle_connections) < KEPT_MAX:
+            idle_connections.append(connection)
         else:
             connection.close()
 

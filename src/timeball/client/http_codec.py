@@ -364,6 +364,7 @@ def reschedule(
 
 
 def _verdicts(data: bytes) -> list[Verdict]:
+    """Decode the verdicts of a cancel or a reschedule, in the order of the request."""
     verdicts = msgspec.json.decode(data, type=http_api.SettledMany).verdicts
     return [
         Verdict(verdict.id, verdict.verdict, verdict.seq, verdict.at_ms, verdict.due_ms)

@@ -176,7 +176,7 @@ class LoopNetwork:
     """See network.Network."""
 
     def __init__(self, calls_max: int) -> None:
-        """Prepare. `calls_max`: the largest number of calls that have a slot."""
+        """At most `calls_max` calls have a slot at the same time."""
         self._calls_max = calls_max
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(calls_max)  # of `_loop`

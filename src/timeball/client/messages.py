@@ -225,12 +225,14 @@ class Leased:
     # `Message` and `AsyncMessage` document these methods. They return False if the lease had ended.
 
     async def _extend(self, lease_ms: int) -> bool:
+        """Let the lease end `lease_ms` from now, and store the new receipt."""
         member, receipt = self.lease
         (new_receipt,) = await member.extend([receipt], lease_ms)
         self.update_receipt(new_receipt)
         return new_receipt is not None
 
     async def _nack(self, after_ms: int | None, reason: str, counted: bool) -> bool:
+        """Give the message back. None as `after_ms` means the delay of the retry policy."""
         member, receipt = self.lease
         (new_receipt,) = await member.nack([receipt], after_ms, reason, counts=counted)
         self.update_receipt(new_receipt)

@@ -139,12 +139,14 @@ class BlockingStream:
         return self._poll(wait_s)
 
     def end_sending(self) -> bool:
+        """See Stream. A socket with TLS cannot end one direction only."""
         if hasattr(self._socket, "pending"):  # a socket with TLS
             return False
         self._socket.shutdown(socket.SHUT_WR)
         return True
 
     def interrupt(self) -> None:
+        """See Stream. Shuts both directions of the socket down, so that another thread's wait ends."""
         try:
             # Not SSLSocket's own method, which is not safe while another thread reads.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

@@ -46,7 +46,7 @@ class Reader:
     """The reading methods, which `Timeball` inherits. Thread safe."""
 
     def __init__(self, http: HttpCalls | None, flight: Calls | None, clock: Clock) -> None:
-        """Prepare. `http`: the calls of operations. `flight`: the calls for columns. A client has one or both."""
+        """Read by `http`, the calls of operations, and by `flight`, the calls for columns. One of them may be None."""
         self._http, self._flight = http, flight
         self._clock = clock
         self._group_member = None if http is None else Consumer(http, clock)

@@ -33,7 +33,7 @@ class Schedules:
     """The recurring schedules of a broker. All methods may raise NotFound for an unknown name."""
 
     def __init__(self, calls: HttpCalls) -> None:
-        """Prepare. `calls`: the calls of operations."""
+        """Use these calls of operations."""
         self._calls = calls
 
     def put(

@@ -21,7 +21,7 @@ class Selections:
     """The bulk operations of a broker. Each covers the pending messages that meet a condition, and can be undone."""
 
     def __init__(self, calls: HttpCalls) -> None:
-        """Prepare. `calls`: the calls of operations."""
+        """Use these calls of operations."""
         self._calls = calls
 
     def cancel(

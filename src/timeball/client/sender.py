@@ -153,6 +153,7 @@ class _SendMany:
         self._schema = batch.schema
 
         async def attempt(limit_s: float) -> tuple[Answer, SendExchange] | TimeballError:
+            """Submit the batch once. Returns its answer and the stream, or an error of an earlier batch."""
             if self._exchange is None or not self._exchange.alive:
                 # Earlier batches on the broken stream may have no answer. Their outcomes come first. An error of theirs
                 # ends the call, and must not cause another attempt for this batch, so it is returned.
@@ -179,6 +180,7 @@ class _SendMany:
         """Send a batch again until it has a final answer. Raises the error of the last attempt."""
 
         async def attempt(limit_s: float) -> SendAck:
+            """Send the batch once, and wait for its answer within `limit_s` seconds."""
             exchange: SendExchange | None = None
             try:
                 exchange = self._open(batch.schema, limit_s)

@@ -426,6 +426,7 @@ class Timeball(Reader):
         calls = self._operations
 
         async def run_all() -> Verdict | list[Verdict]:
+            """Return the verdict for `id`, or a list of verdicts for `key` and `ids`."""
             if id is not None:
                 return (await calls.run_async(operation([id], [])))[0]
             if key is not None:

@@ -84,7 +84,7 @@ class Processes:
     """`count` processes that each run the worker returned by `make_worker`. A process that dies is replaced."""
 
     def __init__(self, count: int, make_worker: Callable[[], Runnable]) -> None:
-        """Prepare. Raises RequestError if `make_worker` cannot be sent to another process."""
+        """Start no process yet. Raises RequestError if `make_worker` cannot be sent to another process."""
         try:
             # Spawning pickles it again, but an error there would only end the thread that replaces processes.
             ForkingPickler.dumps(make_worker)
@@ -452,7 +452,7 @@ class Worker:
         return False
 
     def _nack(self, message: Message, after_ms: int | None, reason: str) -> None:
-        """Give a message back after `after_ms` (None: the delay of the retry policy), for `reason`.
+        """Give a message back for `reason`, for a delivery after `after_ms`, or by the retry policy if it is None.
 
         If the broker refuses the delay, the retry policy decides. Raises TimeballError.
         """

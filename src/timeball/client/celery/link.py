@@ -58,7 +58,10 @@ class GroupSource:
     def __init__(
         self, calls: HttpCalls, topic: str, group: str, credit: int, lease_ms: int, start: Start = "earliest"
     ) -> None:
-        """Prepare. `start`: where a new group begins. Raises RequestError for a wrong lease."""
+        """Build the request of a stream, which is opened later. A new group begins at `start`.
+
+        Raises RequestError for a wrong lease.
+        """
         request = build_request(topic, group, 1, 0, start, f"{lease_ms}ms")
         self.credit, self.received = credit, deque[Item]()
         self._stream = MessageStream(calls, request, credit, None)
@@ -104,9 +107,9 @@ class TailSource:
         is_wanted: Callable[[str], bool],
         position: str = "",
     ) -> None:
-        """Prepare. `tag` and `is_wanted`, which receives the routing key, select messages.
+        """Select messages by their tag, and by `is_wanted`, a function of the routing key.
 
-        `position`: the id of the event after which to begin; "": the end of the topic.
+        `position` is the id of the event after which to begin, or "" for the end of the topic.
         """
         self.received = deque[Item]()
         self._calls, self.topic, self._is_wanted = calls, topic, is_wanted
@@ -279,6 +282,7 @@ class Link:
         done: Future[None] = Future()
 
         def run() -> None:
+            """Run the command in the thread, and pass its end or its error to the caller."""
             try:
                 command()
                 done.set_result(None)

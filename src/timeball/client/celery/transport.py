@@ -177,6 +177,7 @@ class TopicChannel(virtual.Channel):
         return message
 
     def _get(self, queue: str, timeout: float | None = None) -> dict[str, Any]:
+        """Receive the payload of one message. Raises Empty without one. kombu passes a timeout, which is not used."""
         payload: dict[str, Any] | None = self.connection.get(queue)
         if payload is None:
             raise Empty
@@ -238,7 +239,7 @@ class Transport(virtual.Transport):
     )
 
     def __init__(self, client: Any, **options: Any) -> None:
-        """Prepare a connection. `client`: kombu's Connection. Raises RequestError for wrong options or certificates."""
+        """Read the options of `client`, kombu's Connection. Raises RequestError for wrong options or certificates."""
         super().__init__(client, **options)
         settings = client.transport_options
         self._lease_ms = settings.get("lease_ms", LEASE_MS)
