@@ -75,6 +75,7 @@ def test_each_key_of_a_schedule_is_an_option(http_endpoint: str, tmp_path: Path)
     holidays.write_text("2030-12-26  # a comment\n\n2031-01-01\n")
 
     def put(*arguments: str) -> dict[str, Any]:
+        """Put the schedule "full" with these options. Returns the answer of the broker."""
         result = run_here(
             "schedules", "put", "full", "reports", "b", *arguments, "--json", "--endpoint", http_endpoint
         )

@@ -323,7 +323,9 @@ def test_the_process_of_each_group_runs_starts_again_after_a_kill_and_ends(tmp_p
             (ready,) = node.events(event="ready", group="g2")
             psutil.Process(ready["pid"]).kill()
             node.wait(lambda: len(node.events(event="leads", group="g2")) == 2)
-            assert len(node.events(event="leads", group="g1")) == 1, "the other group goes on"
+            assert len(node.events(event="leads", group="g1")) == 1, (
+                "the kill of one group does not end the other"
+            )
             children = psutil.Process(node.process.pid).children()
             assert len(children) == 2
         finally:

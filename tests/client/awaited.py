@@ -33,6 +33,7 @@ class Awaited:
         self._awaitable = awaitable
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the object. A coroutine method becomes a blocking one."""
         attribute = getattr(self._awaitable, name)
         if inspect.iscoroutinefunction(attribute):
             return lambda *args, **kwargs: wrapped(awaited(attribute(*_bare(args), **kwargs)))

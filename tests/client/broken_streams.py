@@ -27,6 +27,7 @@ class Breaking(flight.FlightServerBase):
     def do_exchange(
         self, _context: object, _descriptor: object, reader: flight.MetadataRecordBatchReader, _writer: object
     ) -> None:
+        """Wait for the schema, and break the stream."""
         with suppress(StopIteration):
             reader.read_chunk()
         raise flight.FlightUnavailableError("it breaks")

@@ -30,6 +30,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     with ExitStack() as stack:
 
         def node_of(kind: str) -> RunningNode:
+            """Return the node of this kind of client, and start it at the first call."""
             if kind not in running:
                 folder = tmp_path_factory.mktemp("client") / "data"
                 running[kind] = stack.enter_context(running_node(folder))

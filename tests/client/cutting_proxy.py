@@ -38,6 +38,7 @@ class CuttingProxy:
         self.cut()
 
     def _accept(self) -> None:
+        """Connect each client to the broker, until the listener is closed."""
         with contextlib.suppress(OSError):
             while True:
                 client = self._listener.accept()[0]

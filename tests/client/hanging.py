@@ -27,6 +27,7 @@ class Unanswering(flight.FlightServerBase):
     def do_exchange(
         self, _context: object, _descriptor: object, reader: flight.MetadataRecordBatchReader, _writer: object
     ) -> None:
+        """Read the schema, which opens the stream, and wait."""
         assert reader.schema
         self.streams += 1
         self.go_on.wait()

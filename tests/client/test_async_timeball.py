@@ -163,6 +163,7 @@ def test_messages_of_an_answer_that_was_sent_before_the_cancel_are_given_back() 
         has_asked, has_cancelled = asyncio.Event(), asyncio.Event()
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Hold the answer to the receive back until the client has cancelled."""
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             targets.append(head.split()[1].partition("?")[0])
             if targets[-1].endswith("/receive"):
@@ -306,6 +307,7 @@ def test_a_loop_that_is_left_gives_back_its_unprocessed_messages(node: RunningNo
     topic = "left-" + how.replace(" ", "-")
 
     async def leave(ball: AsyncTimeball) -> None:
+        """Leave the loop while its second message is processed."""
         messages = ball.consume(topic, "g", lease="10m")
         if how == "client closed":
             await anext(messages)

@@ -40,6 +40,7 @@ class HangingNodes:
         self.asked: list[str] = []
 
     async def __call__(self, limit_s: float) -> list[str]:
+        """Ask the current node of the calls."""
         self.asked.append(self._calls.endpoint)
         if self._calls.endpoint in self._hanging:
             self._calls._clock.advance(int(1_000 * limit_s))  # type: ignore[attr-defined]
@@ -59,6 +60,7 @@ class Broker:
         self.limits_s: list[float] = []  # the time limit of each attempt
 
     async def __call__(self, limit_s: float) -> list[str]:
+        """Ask the current node of the calls."""
         self.asked.append(self._calls.endpoint)
         self.limits_s.append(limit_s)
         self._calls._clock.advance(1_000 * self._seconds)  # type: ignore[attr-defined]

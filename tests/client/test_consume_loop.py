@@ -33,6 +33,7 @@ class RecordingConsumer:
         self.given_back += [(message, False) for message in messages]
 
     async def change_async(self, messages: list[Message], lease_ms: int, *, counts: bool) -> list[bool]:
+        """Record renewals, and messages that are given back with `lease_ms` 0. Returns which leases had not ended."""
         if lease_ms == 0:
             self.given_back += [(message, counts) for message in messages]
         else:
@@ -57,6 +58,7 @@ class Feed:
         self.waits_ms: list[int] = []
 
     async def read(self, wait_ms: int) -> list[Message]:
+        """Return the next messages. Records the wait, which an empty read uses up."""
         self.waits_ms.append(wait_ms)
         messages = self._reads.pop(0) if self._reads else []
         if not messages:

@@ -103,6 +103,8 @@ def recorded_signals() -> Iterator[list[tuple[str, str, str]]]:
     recorded: list[tuple[str, str, str]] = []
 
     def receiver(name: str) -> Any:
+        """Return a receiver of one signal."""
+
         def record(task_result: Any, **_: Any) -> None:
             recorded.append((name, task_result.id, str(task_result.status)))
 

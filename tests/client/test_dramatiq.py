@@ -224,7 +224,7 @@ def test_a_join_returns_without_messages_and_raises_after_its_time_limit(broker:
         broker.join("default", timeout=1, interval=1)
 
 
-def test_invalid_queue_names_and_a_client_without_http_are_refused(
+def test_invalid_and_unknown_queue_names_and_a_client_without_http_are_refused(
     broker: TimeballBroker, shared_broker: TestBroker
 ) -> None:
     with pytest.raises(InvalidName, match=r"with\.dot"):

@@ -155,6 +155,7 @@ def test_finish_returns_the_last_bytes_of_an_endless_answer(connected: Connected
     connection.open(ASK, BOUND_S)
 
     def end_answer() -> None:
+        """Send the rest of the answer when the client has ended its direction."""
         while peer.recv(65_536):
             pass  # the client ends its direction
         peer.sendall(b"2\r\nab\r\n")

@@ -69,8 +69,8 @@ if child:
 print(IDENTIFIERS.next_id(), flush=True)
 os._exit(0)
 """
-    run = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S, check=True
     )
-    ids = run.stdout.split()
+    ids = process.stdout.split()
     assert len(ids) == 2 and ids[0][:24] != ids[1][:24]

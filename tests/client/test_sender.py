@@ -48,10 +48,12 @@ def test_a_refused_batch_raises_an_error_that_names_the_accepted_rows(columns: T
     assert accepted >= {0, 1, 2, 3, 4} and [batch.first_row for batch in summary.refused] == [5]
     assert summary.unknown == [] and len(summary.ids) == summary.rows == len(accepted) + 1
     # Only the remaining rows are sent again, and each message is stored once.
-    remaining = [row | {"topic": "mixed"} for at, row in enumerate(rows_with_one_bad()) if at not in accepted]
+    remaining = [
+        row | {"topic": "mixed"} for number, row in enumerate(rows_with_one_bad()) if number not in accepted
+    ]
     second_summary = columns.send_many(pa.Table.from_pylist(remaining))
     seqs = [seq for seq, _ in summary.ranges] + [
-        first + at for first, rows in second_summary.ranges for at in range(rows)
+        first + row for first, rows in second_summary.ranges for row in range(rows)
     ]
     stored = columns.read_log(min(seqs), max(seqs) + 1).read_all()
     by_seq = dict(zip(stored.column("seq").to_pylist(), stored.column("body").to_pylist()))

@@ -113,6 +113,7 @@ class Tab:
         """Answer the requests of the page to the HTTP API in the place of the broker."""
 
         def fulfil(route: Route) -> None:
+            """Answer a request with the status and the value from `answers`."""
             url = urlsplit(route.request.url)
             status, value = answers(route.request.method, url.path, parse_qs(url.query))
             kind = "application/json" if status < 400 else "application/problem+json"

@@ -65,6 +65,7 @@ def join_cluster(node: RunningNode) -> None:
         return ReplicaFigures("g1", "a/1", "leader", "a", epoch=4, log_seq=rows, committed_seq=rows)
 
     async def survey() -> list[ReplicaGroup]:
+        """Return the group with the leader and two followers that are up to date."""
         rows = figures().log_seq
         replicas = [
             ReplicaState(
@@ -256,6 +257,7 @@ class Traffic:
             thread.join()
 
     def _send(self) -> None:
+        """Schedule four messages, more or less, each PAUSE_S. They are due in the next seconds."""
         with client_of(self._node) as client:
             batch = 0
             while not self._stopped.wait(PAUSE_S):
@@ -268,6 +270,7 @@ class Traffic:
                 assert client.send("orders", messages).status == 201
 
     def _receive(self) -> None:
+        """Receive and acknowledge messages as the group "warehouse"."""
         with client_of(self._node) as client:
             while not self._stopped.is_set():
                 messages = client.receive("orders", "warehouse", wait="1s").value["messages"]

@@ -78,6 +78,7 @@ def other_site() -> Iterator[int]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            """Answer with an empty page."""
             self.send_response(200)
             self.send_header("content-type", "text/html")
             self.end_headers()

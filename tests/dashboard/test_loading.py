@@ -70,6 +70,7 @@ class LateBroker(BusyBroker):
     """A broker whose latest release was late by 14 s, and so is counted in the bucket of up to a minute."""
 
     def __call__(self, method: str, path: str, query: dict[str, list[str]]) -> tuple[int, Any]:
+        """Answer as a busy broker, with another lateness."""
         status, value = super().__call__(method, path, query)
         if path == "/v1/broker":
             buckets = {"<=1ms": 50, "<=60000ms": 50}

@@ -105,6 +105,7 @@ def test_a_handler_that_raises_retry_runs_later_and_one_that_raises_dead_makes_a
     begin, run_times = broker.clock.now, list[timedelta]()
 
     def retry_and_give_up(message: ReleasedMessage) -> None:
+        """Ask for a retry in the first attempt, and give the message up in the second."""
         run_times.append(broker.clock.now - begin)
         if message.attempts == 0:
             raise Retry("5m")
@@ -125,6 +126,7 @@ def test_a_failed_handler_is_logged_and_gets_the_number_of_earlier_attempts(
     attempts: list[int] = []
 
     def give_up(message: ReleasedMessage) -> None:
+        """Fail in the first two attempts, and give the message up in the third."""
         attempts.append(message.attempts)
         if message.attempts == 2:
             raise Dead("no answer")
@@ -208,6 +210,7 @@ def trace_of_daily_runs(days: int) -> list[object]:
         client = broker.client()
 
         def run(message: ReleasedMessage) -> None:
+            """Trace an attempt. Fail each fifth, and else schedule the next run and send a mail."""
             trace.append((broker.clock.now_ms, message.topic, message.id, message.attempts))
             if len(trace) % 5 == 0:
                 raise ConnectionError("the bank does not answer")
