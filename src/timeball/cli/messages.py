@@ -198,7 +198,7 @@ def schedule(
       timeball schedule reminders --lines people.txt --after 7d
       timeball schedule orders hello --after 250ms --json
     """
-    # A copy with values of any type: the two functions have different ones.
+    # A copy with values of any type, because the two functions return dicts of different types.
     due: dict[str, Any] = {**(parse_due(after, at) if zone is None else parse_local(after, at, zone))}
     check_lines_alone(lines, body, message_id, unique_key)
     if lines is not None and (expires_at or expires_in or on_expiry):

@@ -404,7 +404,7 @@ def draw_balance(report: AuditReport, file: Path) -> None:
     total, gap = max(sum(outcomes.values()), 1), 0.12  # `gap` keeps the names of small outcomes apart
     # A smooth step from 0 to 1, which is the bend of a flow.
     curve = [(3 - 2 * x / 40) * (x / 40) ** 2 for x in range(41)]
-    left = right = 0.0
+    left = right = 0.0  # where the next flow begins on each side, as a part of the height
     for (name, number), colour in zip(outcomes.items(), itertools.cycle(COLOURS)):
         share = number / total
         low = [left + (right - left) * y for y in curve]

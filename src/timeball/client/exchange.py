@@ -246,7 +246,7 @@ class SendExchange:
             reader.cancel()
 
     def _overdue(self) -> Lost:
-        """Build the error of a batch whose time limit is over."""
+        """Build the error of a batch without an answer within its time limit."""
         return Lost(
             f"{self.endpoint} did not answer within {self.limit_s:.3g} s; the message may or may not have been accepted"
         )

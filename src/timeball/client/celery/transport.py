@@ -368,7 +368,7 @@ class Transport(virtual.Transport):
         return sum(lags.values())
 
     def _lags(self, queue: str) -> dict[int, int]:
-        """Count the messages after the group's offset in each queue of the topic. Empty if there is no such topic."""
+        """Count the messages after the group's offset in each queue of the topic. Empty without the topic."""
         topic, group = self._topic_and_group(queue)
         try:
             ranges, offsets = self._ball.queues(topic), self._ball.offsets(group, topic)
