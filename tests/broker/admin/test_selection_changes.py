@@ -593,7 +593,7 @@ def test_an_accepted_selection_and_its_undo_survive_a_crash(strategy: str) -> No
 def test_an_answer_before_the_row_is_on_disk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def select_hastily(self: SelectionChanges, wanted: SelectionFacts, caller: Any) -> str:
         seq = self._writer.next_seq
-        self._selections.put(str(seq), self._completed(wanted, seq, caller))
+        self._selections.put(str(seq), self._complete(wanted, seq, caller))
         return str(seq)
 
     monkeypatch.setattr(SelectionChanges, "select", select_hastily)

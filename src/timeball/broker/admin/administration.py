@@ -479,9 +479,11 @@ class GroupStates:
         # Read first: a deleted group whose members still hold messages is also listed.
         in_flight, names = await self.in_flight(), list[str]()
         # Groups that were configured, have stored offsets, hold messages, or have lost messages.
-        known = self._groups.names() | self._offsets.table.keys() | {name for name, _ in in_flight}
-        known |= self._expired.groups().keys()
-        async for share in shares(known if after is None else (name for name in known if name > after)):
+        candidates = self._groups.names() | self._offsets.table.keys() | {name for name, _ in in_flight}
+        candidates |= self._expired.groups().keys()
+        async for share in shares(
+            candidates if after is None else (name for name in candidates if name > after)
+        ):
             names += [name for name in share if self._policy.allows(caller, Verb.RECEIVE, group=name)]
         # One name more than the page has, to see whether there is a next page. A sort of all names would block the
         # loop too long.

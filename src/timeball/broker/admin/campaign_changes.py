@@ -58,7 +58,7 @@ class CancelRanges(Protocol):
     def __call__(
         self, ranges: Sequence[tuple[int, int]], reason: str, *, only: Selected | None = None
     ) -> Awaitable[RangesCancelled]:
-        """`only`: cancel only those that belong to these selections."""
+        """`only`: cancel only the messages that belong to these selections."""
 
 
 class CampaignChanges:
@@ -163,12 +163,12 @@ class CampaignChanges:
         Returns the campaign with the number of messages that this call has cancelled. Raises InvalidMessage, NotFound,
         OverLimit, and Corrupt if a file with its messages is damaged.
         """
-        counted = RangesCancelled(0, 0, 0, 0)
+        ranges_cancelled = RangesCancelled(0, 0, 0, 0)
         async with self._lock:
             async with self._mover.lock:
                 facts = self._campaigns.get(campaign)
-                repeated = facts.state == "cancelled"
-                if not repeated:
+                is_repeated = facts.state == "cancelled"
+                if not is_repeated:
                     self._writer.check_admission()
                     held_from_ms = facts.held_from_ms
                     if facts.ranges and held_from_ms is None:
@@ -181,24 +181,29 @@ class CampaignChanges:
                     self._campaigns.put(campaign, cancelled_facts)
             if facts.ranges:
                 reason = f"campaign {campaign}"
-                counted = await self._cancel_ranges(facts.ranges, reason)
+                ranges_cancelled = await self._cancel_ranges(facts.ranges, reason)
             # End the hold only after the last CANCEL row: until then held messages must not count as settled (released
             # or cancelled). `already_cancelled` counts messages that were cancelled or moved one by one before. They
             # are added only if this call finishes an interrupted cancel, which has cancelled them.
-            cancelled_rows = facts.cancelled + counted.cancelled
-            if repeated and facts.held_from_ms is not None:
-                cancelled_rows += counted.already_cancelled
-            if not repeated or (cancelled_rows, None) != (facts.cancelled, facts.held_from_ms):
+            cancelled_rows = facts.cancelled + ranges_cancelled.cancelled
+            if is_repeated and facts.held_from_ms is not None:
+                cancelled_rows += ranges_cancelled.already_cancelled
+            if not is_repeated or (cancelled_rows, None) != (facts.cancelled, facts.held_from_ms):
                 self._campaigns.put(
                     campaign,
                     msgspec.structs.replace(self._with_state(facts, "cancelled"), cancelled=cancelled_rows),
                 )
                 self._outcomes.holds.remove(campaign)
             await self._writer.flushed()
-        return msgspec.structs.replace(self.get(campaign), count=counted.cancelled, repeated=repeated)
+        return msgspec.structs.replace(
+            self.get(campaign), count=ranges_cancelled.cancelled, repeated=is_repeated
+        )
 
     async def finish_cancels(self) -> None:
-        """Continue cancels that a crash or a full disk interrupted. maintenance.py calls this periodically."""
+        """Continue cancels that a crash or a full disk interrupted. maintenance.py calls this periodically.
+
+        Raises OverLimit if the disk is full.
+        """
         for campaign, facts in self._campaigns.all().items():
             if self._lock.locked():
                 return  # a command is running, perhaps on this campaign
@@ -207,7 +212,7 @@ class CampaignChanges:
                 try:
                     await self.cancel(campaign)
                 except Corrupt as error:
-                    # A file is damaged. The rest of the campaign stays held. Do not retry automatically: each attempt
+                    # A file is damaged. The messages that are not cancelled yet stay held. Do not retry: each attempt
                     # reads all files before the damaged one, which would delay other readers again and again.
                     self._not_retried.add(campaign)
                     logger.error(
@@ -289,7 +294,7 @@ class PushChanges:
         }
 
     def get(self, name: str, caller: Caller) -> PushSubscription:
-        """Find a subscription. Raises NotFound, also if the caller may not look at it."""
+        """Find a subscription. Raises Forbidden, and NotFound, also if the caller may not look at this subscription."""
         self._policy.allow(caller, Verb.LOOK)
         subscription = self._subscriptions.get(name)
         if not self._may_look(subscription, caller):
@@ -321,7 +326,10 @@ class PushChanges:
         return PushPut(subscription, current is None, None if new_secret is None else secret_text(new_secret))
 
     async def delete(self, name: str, caller: Caller) -> None:
-        """Delete a subscription. Its consumer group and the group's offsets stay. Raises NotFound."""
+        """Delete a subscription, durably on return. Its consumer group and the group's offsets stay.
+
+        Raises Forbidden, NotFound.
+        """
         self._policy.allow(caller, Verb.ADMIN)
         self._subscriptions.remove(name)
         await self._notify_and_flush(name)
@@ -329,12 +337,18 @@ class PushChanges:
     async def pause(
         self, name: str, caller: Caller, by: Literal["operator", "receiver"] = "operator"
     ) -> PushSubscription:
-        """Stop sending messages for a subscription. Raises NotFound."""
+        """Stop sending messages for a subscription. `by`: who stops it.
+
+        Durable on return. Raises Forbidden, NotFound.
+        """
         self._policy.allow(caller, Verb.ADMIN)
         return await self._set_paused(name, paused=True, paused_by=by)
 
     async def resume(self, name: str, caller: Caller) -> PushSubscription:
-        """Resume sending at once, even if the receiver has just failed. Raises NotFound."""
+        """Resume sending at once, even if the receiver has just failed.
+
+        Durable on return. Raises Forbidden, NotFound.
+        """
         self._policy.allow(caller, Verb.ADMIN)
         return await self._set_paused(name, paused=False, paused_by="operator")
 

@@ -122,11 +122,11 @@ class ScheduleChanges:
     # -- queries -------------------------------------------------------------------------------------------------
 
     async def get(self, name: str, caller: Caller) -> Shown:
-        """Find a schedule. Raises NotFound, also if the caller may not look at its topic."""
-        return await self._show(name, *self._visible(name, caller), caller)
+        """Describe a schedule. Raises Forbidden, and NotFound, also if the caller may not look at its topic."""
+        return await self._show(name, *self._find_visible(name, caller), caller)
 
-    def _visible(self, name: str, caller: Caller) -> Schedule:
-        """Find a schedule. Raises NotFound, also if the caller may not look at its topic, and Forbidden."""
+    def _find_visible(self, name: str, caller: Caller) -> Schedule:
+        """Find a schedule. Raises as `get`."""
         self._policy.allow_somewhere(caller, Verb.LOOK)
         schedule = self._schedules.get(name)
         if not self._policy.allows(caller, Verb.LOOK, topic=schedule.facts.topic):
@@ -148,9 +148,9 @@ class ScheduleChanges:
             if len(listed) == rows or index == NAMES_PER_PAGE_MAX or size_bytes >= PAGE_BYTES_MAX:
                 return Page(listed, after)
             after = name
-            if (found := self._schedules.find(name)) is None:
+            if (schedule := self._schedules.find(name)) is None:
                 continue  # deleted meanwhile
-            facts, progress = found
+            facts, progress = schedule
             # Also of schedules that the page does not show, because each is decoded.
             size_bytes += len(facts.body) + len(facts.rule)
             if topic in (None, facts.topic) and self._policy.allows(caller, Verb.LOOK, topic=facts.topic):
@@ -176,7 +176,7 @@ class ScheduleChanges:
 
         The messages may be in any topic at which the caller may look. Raises NotFound, Forbidden.
         """
-        facts = self._visible(name, caller).facts
+        facts = self._find_visible(name, caller).facts
         past = list[Past]()
         # In a thread, because each step backwards asks the rule some tens of times.
         times = await asyncio.to_thread(
@@ -201,7 +201,7 @@ class ScheduleChanges:
         return. Raises InvalidName, InvalidMessage, InvalidDelay, OutOfRange, OverLimit, and the errors of a send.
         """
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
-        # Until nothing has changed the schedule between the look-up and the decision.
+        # Repeat until no other request and no release has changed the schedule between the look-up and the decision.
         while True:
             existing = await self._find_durable(name)
             if existing is not None:
@@ -219,28 +219,30 @@ class ScheduleChanges:
             stays = (
                 existing is not None
                 and _keeps_occurrence(existing.facts, facts)
-                and await self._selected(name, *existing)
+                and await self._find_selected(name, *existing)
             )
             if existing is not None and stays:
-                after = Next(name, facts, existing.progress, is_put=True)
+                next_state = Next(name, facts, existing.progress, is_put=True)
             else:
-                after = await self._first(name, facts, existing, now_ms)
+                next_state = await self._choose_first(name, facts, existing, now_ms)
             # Another request or a release may have changed the schedule meanwhile.
             if self._schedules.find(name) == existing:
                 break
         # A new rule without a next time is probably a mistake. A rule that is put again may have ended meanwhile.
-        has_ended = existing is not None and existing.facts.rule == facts.rule and not after.progress.error
-        if after.occurrence is None and not (has_ended or stays):
-            raise InvalidDelay(f"rule: {after.progress.error or NO_TIME_TEXT}")
+        has_ended = (
+            existing is not None and existing.facts.rule == facts.rule and not next_state.progress.error
+        )
+        if next_state.occurrence is None and not (has_ended or stays):
+            raise InvalidDelay(f"rule: {next_state.progress.error or NO_TIME_TEXT}")
         if existing is not None and existing.progress.state == State.PAUSED:
-            paused = msgspec.structs.replace(after.progress, state=State.PAUSED)
-            after = Next(name, facts, paused, is_put=True)
+            paused = msgspec.structs.replace(next_state.progress, state=State.PAUSED)
+            next_state = Next(name, facts, paused, is_put=True)
         # Last, because it may create the topic.
         self._policy.admit([facts.topic], caller)
         self._zones.use(zone_of_rule(facts.rule))
-        await self._append(after, now_ms, None if stays else existing)
+        await self._append(next_state, now_ms, None if stays else existing)
         # Another request may have changed or deleted it meanwhile.
-        current = self._schedules.find(name) or Schedule(facts, after.progress)
+        current = self._schedules.find(name) or Schedule(facts, next_state.progress)
         return await self._show(name, *current, caller), "created" if existing is None else "replaced"
 
     async def pause(self, name: str, caller: Caller) -> Shown:
@@ -249,18 +251,18 @@ class ScheduleChanges:
         A schedule that is not active stays as it is. Raises NotFound, Forbidden, OverLimit.
         """
         while True:
-            facts, before = await self._get_durable(name, caller, Verb.CANCEL)
-            if before.state != State.ACTIVE:
+            facts, progress = await self._get_durable(name, caller, Verb.CANCEL)
+            if progress.state != State.ACTIVE:
                 break
-            selected = await self._selected(name, facts, before)
+            selected = await self._find_selected(name, facts, progress)
             # The occurrence itself is the first one that a resume may choose, unless a selection has cancelled it.
-            after_ms = before.due_ms - (selected is None or selected.state != "cancelled")
-            if self._schedules.find(name) == (facts, before):
+            after_ms = progress.due_ms - (selected is None or selected.state != "cancelled")
+            if self._schedules.find(name) == (facts, progress):
                 paused = Progress(
-                    State.PAUSED, after_ms, runs=before.runs, last_due_ms=before.last_due_ms,
-                    last_ms=before.last_ms, last_queue=before.last_queue, last_offset=before.last_offset,
+                    State.PAUSED, after_ms, runs=progress.runs, last_due_ms=progress.last_due_ms,
+                    last_ms=progress.last_ms, last_queue=progress.last_queue, last_offset=progress.last_offset,
                 )  # fmt: skip
-                await self._append(Next(name, facts, paused), self._clock.now_ms(), Schedule(facts, before))
+                await self._append(Next(name, facts, paused), self._clock.now_ms(), Schedule(facts, progress))
                 break
         return await self.get(name, caller)
 
@@ -270,15 +272,15 @@ class ScheduleChanges:
         Any other schedule stays as it is. Durable on return. Raises NotFound, Forbidden, OverLimit.
         """
         while True:
-            facts, before = await self._get_durable(name, caller, Verb.SEND)
-            if before.state not in (State.PAUSED, State.FAILED):
+            facts, progress = await self._get_durable(name, caller, Verb.SEND)
+            if progress.state not in (State.PAUSED, State.FAILED):
                 break
             now_ms = self._clock.now_ms()
-            await self._compute(facts, before.after_ms, now_ms)
+            await self._compute_in_thread(facts, progress.after_ms, now_ms)
             # Checked after the await: otherwise two resumes at the same time would append two occurrences.
-            if self._schedules.find(name) == (facts, before):
+            if self._schedules.find(name) == (facts, progress):
                 self._policy.admit([facts.topic], caller)
-                await self._append(following(name, facts, before, before.after_ms, now_ms), now_ms)
+                await self._append(following(name, facts, progress, progress.after_ms, now_ms), now_ms)
                 break
         return await self.get(name, caller)
 
@@ -287,14 +289,14 @@ class ScheduleChanges:
 
         Raises NotFound, Forbidden, OverLimit.
         """
-        facts, before = await self._get_durable(name, caller, Verb.CANCEL)
+        facts, progress = await self._get_durable(name, caller, Verb.CANCEL)
         # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
         change = self._schedules.changed([Entry(name, None)])
         await self._append_rows(
             name,
             Continuation(lambda *_: (change.rows, change.keep)),
             self._clock.now_ms(),
-            Schedule(facts, before),
+            Schedule(facts, progress),
         )
 
     async def run(self, name: str, caller: Caller) -> str:
@@ -302,7 +304,7 @@ class ScheduleChanges:
 
         Durable on return. Raises NotFound, Forbidden, and the errors of a send.
         """
-        facts = self._visible(name, caller).facts
+        facts = self._find_visible(name, caller).facts
         self._policy.allow(caller, Verb.SEND, topic=facts.topic)
         # The number of the next row, because several messages may be sent in one millisecond.
         message_id = f"{name}.run-{self._log.writer.next_seq}"
@@ -316,30 +318,34 @@ class ScheduleChanges:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _first(self, name: str, facts: ScheduleFacts, existing: Schedule | None, now_ms: int) -> Next:
-        """Compute the first occurrence of a schedule that is put. `existing`: the schedule that it replaces."""
-        before = None if existing is None else existing.progress
+    async def _choose_first(
+        self, name: str, facts: ScheduleFacts, existing: Schedule | None, now_ms: int
+    ) -> Next:
+        """Choose the first occurrence of a schedule that is put. `existing`: the schedule that it replaces."""
+        progress = None if existing is None else existing.progress
         if (
             existing is not None and existing.facts.topic != facts.topic
         ):  # the last position is of another topic
-            before = msgspec.structs.replace(existing.progress, last_queue=-1, last_offset=-1)
+            progress = msgspec.structs.replace(existing.progress, last_queue=-1, last_offset=-1)
         # An equal rule continues, so that a change of the body neither skips nor repeats an occurrence.
         continues = existing is not None and existing.facts.rule == facts.rule
-        after_ms = before.after_ms if before is not None and continues else now_ms
+        after_ms = progress.after_ms if progress is not None and continues else now_ms
         while True:
-            await self._compute(facts, after_ms, now_ms)
-            after = following(name, facts, before, after_ms, now_ms, is_put=True)
-            if continues or after.occurrence is None:
-                return after
+            await self._compute_in_thread(facts, after_ms, now_ms)
+            next_state = following(name, facts, progress, after_ms, now_ms, is_put=True)
+            if continues or next_state.occurrence is None:
+                return next_state
             # An earlier schedule with this name may have an occurrence of this time that was rescheduled. Then take the
             # next time, because both messages would have the same id.
-            after_ms = after.occurrence.due_ms
+            after_ms = next_state.occurrence.due_ms
             places = await self._find(occurrence_id(name, after_ms), facts.topic, ANONYMOUS)
-            own_number = 0 if before is None else before.number
+            own_number = 0 if progress is None else progress.number
             if not any(place.state in ("waiting", "visible") and place.seq != own_number for place in places):
-                return after
+                return next_state
 
-    async def _selected(self, name: str, facts: ScheduleFacts, progress: Progress) -> MessagePlace | None:
+    async def _find_selected(
+        self, name: str, facts: ScheduleFacts, progress: Progress
+    ) -> MessagePlace | None:
         """Find the pending occurrence if a selection has cancelled, held, shifted or moved it. None otherwise."""
         if not progress.number or self._selections.selected.is_empty:
             return None
@@ -355,10 +361,10 @@ class ScheduleChanges:
                 return place
         return None
 
-    async def _compute(self, facts: ScheduleFacts, after_ms: int, now_ms: int) -> None:
-        """Compute the next occurrence of a costly rule in a thread, which caches it for the event loop."""
+    async def _compute_in_thread(self, facts: ScheduleFacts, after_ms: int, now_ms: int) -> None:
+        """Compute the next occurrence of a costly rule in a thread, so that the event loop finds it in the cache."""
         if is_costly(facts.rule_text):
-            with suppress(Exception):  # raised again on the event loop
+            with suppress(Exception):  # the event loop computes it again, and raises the error
                 await asyncio.to_thread(choose, facts, after_ms, now_ms)
 
     async def _show(self, name: str, facts: ScheduleFacts, progress: Progress, caller: Caller) -> Shown:
@@ -381,20 +387,20 @@ class ScheduleChanges:
         So the scheduler knows the occurrence, and can cancel it.
         """
         # Found again after each wait, because the schedule may have changed meanwhile.
-        while (found := self._schedules.find(name)) is not None:
-            if found.progress.number < self._log.reader.next_seq:
+        while (schedule := self._schedules.find(name)) is not None:
+            if schedule.progress.number < self._log.reader.next_seq:
                 break
             await self._log.writer.flushed()
-        return found
+        return schedule
 
     async def _get_durable(self, name: str, caller: Caller, verb: Verb) -> Schedule:
         """Find a schedule as `_find_durable`, for a caller with the permission `verb`. Raises NotFound, Forbidden."""
-        self._visible(name, caller)  # raises NotFound
-        found = await self._find_durable(name)
-        if found is None:
+        self._find_visible(name, caller)  # raises NotFound
+        schedule = await self._find_durable(name)
+        if schedule is None:
             raise NotFound(f"no schedule {name!r}")
-        self._policy.allow(caller, verb, topic=found.facts.topic)
-        return found
+        self._policy.allow(caller, verb, topic=schedule.facts.topic)
+        return schedule
 
     def _check_template(self, name: str, facts: ScheduleFacts) -> None:
         """Raise InvalidMessage or OverLimit if a send would refuse an occurrence of this template."""
@@ -406,9 +412,11 @@ class ScheduleChanges:
         )  # fmt: skip
         self._appender.admit([row])
 
-    async def _append(self, after: Next, now_ms: int, replaced: Schedule | None = None) -> None:
+    async def _append(self, next_state: Next, now_ms: int, replaced: Schedule | None = None) -> None:
         """Append the next state of a schedule, and cancel the occurrence of the `replaced` state. Durable on return."""
-        await self._append_rows(after.name, self._successors.continuation([after], now_ms), now_ms, replaced)
+        await self._append_rows(
+            next_state.name, self._successors.continuation([next_state], now_ms), now_ms, replaced
+        )
 
     async def _append_rows(
         self,
@@ -422,10 +430,10 @@ class ScheduleChanges:
         # No await until the append: the scheduler decides about the cancel now.
         parts = list[pa.RecordBatch]()
         if replaced is not None and replaced.progress.number:
-            facts, before = replaced
-            was_pending = self._scheduler.cancel(np.array([before.due_ms]), np.array([before.number]))
+            facts, progress = replaced
+            was_pending = self._scheduler.cancel(np.array([progress.due_ms]), np.array([progress.number]))
             if was_pending[0]:
-                parts.append(rows_of([cancel_row_of(name, facts, before, now_ms)]))
+                parts.append(rows_of([cancel_row_of(name, facts, progress, now_ms)]))
                 self._rates.add(Stat.CANCELLED_NUMS, facts.topic, 1)
         parts.append(continuation.rows(self._log.writer.next_seq + len(parts)))
         durable = self._appender.append(pa.concat_batches(parts)).durable

@@ -84,7 +84,7 @@ class SelectionChanges:
         """Find a selection. Raises NotFound, Forbidden."""
         self._policy.allow(caller, Verb.LOOK)
         facts = self._selections.get(name)
-        if not self._may(facts.topics, caller):
+        if not self._may_cancel(facts.topics, caller):
             # Without the topics: a caller that tries ids must not learn the names of other accounts' topics.
             raise Forbidden(f"account {caller.name!r} may not take back messages of all topics of {name!r}")
         return facts
@@ -93,7 +93,9 @@ class SelectionChanges:
         """List the selections whose topics the caller may change, by id."""
         self._policy.allow(caller, Verb.LOOK)
         return {
-            name: facts for name, facts in self._selections.all().items() if self._may(facts.topics, caller)
+            name: facts
+            for name, facts in self._selections.all().items()
+            if self._may_cancel(facts.topics, caller)
         }
 
     def state(self, name: str) -> str:
@@ -103,41 +105,41 @@ class SelectionChanges:
 
     # -- changes -------------------------------------------------------------------------------------------------
 
-    async def dry_run(self, wanted: SelectionFacts, caller: Caller) -> Survey:
+    async def dry_run(self, new_facts: SelectionFacts, caller: Caller) -> Survey:
         """Count the messages that a selection would cover now.
 
         Raises Forbidden, InvalidFilter, InvalidName, InvalidMessage, OutOfRange, OverLimit.
         """
-        self._check(wanted, caller)
+        self._check(new_facts, caller)
         await self._writer.flushed()  # releases that have begun count as pending until they are durable
 
         def plan(to_seq: int) -> tuple[Selected, str]:
-            # A dry run counts as the newest selection, so messages of earlier ones stay with these.
-            planned = self._completed(wanted, to_seq, caller)
+            # A dry run counts as the newest selection, so a message of an earlier selection stays with that selection.
+            planned = self._complete(new_facts, to_seq, caller)
             facts_by_name = {**self._selections.selected_facts(), DRY_RUN: planned}
             return Selected(facts_by_name, self._selections.woken), DRY_RUN
 
         return await self._count_messages(plan, lambda: None)
 
-    async def select(self, wanted: SelectionFacts, caller: Caller) -> str:
+    async def select(self, new_facts: SelectionFacts, caller: Caller) -> str:
         """Accept a selection of the messages that are pending now. Durable on return. Returns its id.
 
-        `wanted` has the condition and the bounds. Raises Forbidden, InvalidFilter, InvalidMessage, OutOfRange,
+        `new_facts` has the condition and the bounds. Raises Forbidden, InvalidFilter, InvalidMessage, OutOfRange,
         OverLimit, Conflict in a drained group, and Unavailable while a campaign is being resumed or cancelled.
         """
-        self._check(wanted, caller)
-        self._check_free()
-        if wanted.to_topic:
-            self._policy.admit([wanted.to_topic], caller)
+        self._check(new_facts, caller)
+        self._check_not_blocked()
+        if new_facts.to_topic:
+            self._policy.admit([new_facts.to_topic], caller)
         async with self._gate.alone():
-            self._check_free()  # again, because a campaign may be resumed meanwhile
+            self._check_not_blocked()  # again, because a campaign may be resumed meanwhile
             if self._tables.drains.out is not None:
                 raise Conflict("this group is drained, and its messages get other numbers: cancel them there")
             # No await from here on: the row comes in the log after the releases of all messages that it does not
             # cover, and before every later row.
             seq = self._writer.next_seq
             name = str(seq)
-            self._selections.put(name, self._completed(wanted, seq, caller))
+            self._selections.put(name, self._complete(new_facts, seq, caller))
         await self._writer.flushed()
         return name
 
@@ -147,23 +149,23 @@ class SelectionChanges:
         Returns False if the selection was undone before. Raises NotFound, Forbidden, OverLimit, and Unavailable as for
         `select`.
         """
-        self.get(name, caller)  # for its errors
-        self._check_free()
+        self.get(name, caller)  # raises NotFound and Forbidden
+        self._check_not_blocked()
         async with self._gate.alone():
             # Read again, because another request may have undone it meanwhile.
             facts = self._selections.get(name)
-            changes = not facts.is_undone
-            if changes:
+            is_change = not facts.is_undone
+            if is_change:
                 undone_seq = self._writer.next_seq
                 self._selections.put(
                     name,
                     msgspec.structs.replace(facts, undone_seq=undone_seq, undone_ms=self._clock.now_ms()),
                 )
         await self._writer.flushed()
-        return changes
+        return is_change
 
     async def count(self) -> None:
-        """Count the messages of new selections, and mark those that are over. Called by maintenance.py periodically."""
+        """Count the messages of new selections, and mark selections that are over. A periodic duty (maintenance.py)."""
         scheduling = self._scheduling
         # Messages of a paused campaign are pending although their due times have passed.
         settled_before_ms = min(scheduling.scheduler.settled_before_ms, scheduling.outcomes.holds.from_ms)
@@ -189,8 +191,8 @@ class SelectionChanges:
                 logger.error("selection not counted id=%s reason=%s", name, error)
 
     async def _count(self, name: str) -> None:
-        """Count the messages of a selection: those that are pending, and those that were cancelled since the start."""
-        ended = 0
+        """Count the messages of a selection that are pending, and those that it has cancelled since it was accepted."""
+        ended_rows = 0
         # The rows before that of the selection are durable then, so the messages that it does not cover are settled.
         await self._writer.flushed()
 
@@ -198,24 +200,24 @@ class SelectionChanges:
             # Includes later events, because they decide when the messages will be settled.
             return Selected(self._selections.selected_facts(name), self._selections.woken, keep=name), name
 
-        def taken() -> None:
-            nonlocal ended
-            ended = self._selections.ended_rows(name)
+        def on_snapshot() -> None:
+            nonlocal ended_rows
+            ended_rows = self._selections.ended_rows(name)
 
-        counted = await self._count_messages(plan, taken)
-        self._selections.record_count(name, counted.count + ended, counted.last_ms)
+        survey = await self._count_messages(plan, on_snapshot)
+        self._selections.record_count(name, survey.count + ended_rows, survey.last_ms)
         facts = self._selections.get(name)
         if facts.count is None:
-            # `ended` are the messages that became due before the survey: each CANCEL row was counted.
+            # `ended_rows` counts the messages that became due before the survey: each CANCEL row was counted.
             self._selections.put(
                 name,
                 msgspec.structs.replace(
-                    facts, count=counted.count + ended, first_due_ms=counted.first_due_ms,
-                    last_due_ms=counted.last_due_ms, until_ms=counted.last_ms,
+                    facts, count=survey.count + ended_rows, first_due_ms=survey.first_due_ms,
+                    last_due_ms=survey.last_due_ms, until_ms=survey.last_ms,
                 ),
             )  # fmt: skip
 
-    def _check_free(self) -> None:
+    def _check_not_blocked(self) -> None:
         """Raise OverLimit if the disk is full, and Unavailable if a request holds the gate for long."""
         self._writer.check_admission()
         if self._is_blocked():
@@ -223,34 +225,34 @@ class SelectionChanges:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _check(self, wanted: SelectionFacts, caller: Caller) -> None:
-        """Raise an error (see `dry_run`) unless the caller may select these messages and the selection is valid."""
-        if len(wanted.topics) > limits.SELECTION_TOPICS_MAX:
-            raise OutOfRange(f"{len(wanted.topics)} topics: at most {limits.SELECTION_TOPICS_MAX}")
-        for topic in wanted.topics:
+    def _check(self, new_facts: SelectionFacts, caller: Caller) -> None:
+        """Raise an error (see `dry_run`) unless the selection is valid and the caller may make it."""
+        if len(new_facts.topics) > limits.SELECTION_TOPICS_MAX:
+            raise OutOfRange(f"{len(new_facts.topics)} topics: at most {limits.SELECTION_TOPICS_MAX}")
+        for topic in new_facts.topics:
             check_topic(topic)
-        self._allow(wanted.topics, caller)
-        if (wanted.action == "shift") != (wanted.shift_ms != 0) or (wanted.action == "move") != bool(
-            wanted.to_topic
+        self._check_may_cancel(new_facts.topics, caller)
+        if (new_facts.action == "shift") != (new_facts.shift_ms != 0) or (new_facts.action == "move") != bool(
+            new_facts.to_topic
         ):
             raise InvalidMessage(
                 "a shift needs a duration other than 0, a move needs a topic, and other actions take neither"
             )
-        if abs(wanted.shift_ms) > self._delay_ms_max:
-            raise OutOfRange(f"a shift by {wanted.shift_ms} ms: at most {self._delay_ms_max}")
-        if wanted.to_topic:
+        if abs(new_facts.shift_ms) > self._delay_ms_max:
+            raise OutOfRange(f"a shift by {new_facts.shift_ms} ms: at most {self._delay_ms_max}")
+        if new_facts.to_topic:
             # The messages will be sent to this topic, so the caller needs the permission. Reserved names are refused.
-            self._policy.destination(wanted.to_topic, caller)
-        if not wanted.from_ms < wanted.to_ms:
+            self._policy.destination(new_facts.to_topic, caller)
+        if not new_facts.from_ms < new_facts.to_ms:
             raise InvalidMessage("the window of due times is empty: it must end after it begins")
-        if wanted.where:
-            compile_filter(wanted.where, SQL92)  # raises InvalidFilter
+        if new_facts.where:
+            compile_filter(new_facts.where, SQL92)  # raises InvalidFilter
 
-    def _completed(self, wanted: SelectionFacts, seq: int, caller: Caller) -> SelectionFacts:
-        """Add the state of the broker that decides which messages are covered. Raises OutOfRange and OverLimit."""
-        self._check_shifts(wanted)
+    def _complete(self, new_facts: SelectionFacts, seq: int, caller: Caller) -> SelectionFacts:
+        """Add the state of the broker that decides which messages a selection covers. Raises OutOfRange, OverLimit."""
+        self._check_shifts(new_facts)
         campaigns = {}
-        if "campaign" in wanted.where:
+        if "campaign" in new_facts.where:
             campaigns = {
                 name: facts.ranges for name, facts in self._tables.campaigns.all().items() if facts.ranges
             }
@@ -259,38 +261,38 @@ class SelectionChanges:
                     "too many campaigns for a condition: bound the due time, or cancel a campaign"
                 )
         return msgspec.structs.replace(
-            wanted, seq=seq, at_ms=self._clock.now_ms(), by=caller.name, campaigns=campaigns,
-            absent=[*self._attach_state.reserved.items(), *self._paused(wanted)],
+            new_facts, seq=seq, at_ms=self._clock.now_ms(), by=caller.name, campaigns=campaigns,
+            absent=[*self._attach_state.reserved.items(), *self._paused_ranges(new_facts)],
         )  # fmt: skip
 
-    def _check_shifts(self, wanted: SelectionFacts) -> None:
+    def _check_shifts(self, new_facts: SelectionFacts) -> None:
         """Raise OutOfRange if active selections would shift a message by more than `delay_ms_max`."""
-        if wanted.shift_ms <= 0:
+        if new_facts.shift_ms <= 0:
             return
         # The sum over all topics is a bound for each message, and needs no look at the messages.
         active = map(self._selections.get, self._selections.active)
-        later_ms = wanted.shift_ms + sum(max(0, facts.shift_ms) for facts in active)
+        later_ms = new_facts.shift_ms + sum(max(0, facts.shift_ms) for facts in active)
         if later_ms > self._delay_ms_max:
             raise OutOfRange(
                 f"active shifts add up to {later_ms} ms: at most {self._delay_ms_max}; undo one of them, "
                 "or wait until one is over"
             )
 
-    def _paused(self, wanted: SelectionFacts) -> list[tuple[int, int]]:
+    def _paused_ranges(self, new_facts: SelectionFacts) -> list[tuple[int, int]]:
         """List the ranges of paused campaigns, whose resume changes due times."""
-        if wanted.action == "cancel":
+        if new_facts.action == "cancel":
             return []
         campaigns = self._tables.campaigns.all().values()
         return [each for facts in campaigns if facts.held_from_ms is not None for each in facts.ranges]
 
-    def _may(self, topics: list[str], caller: Caller) -> bool:
+    def _may_cancel(self, topics: list[str], caller: Caller) -> bool:
         """Check whether the caller may cancel messages of all of these topics, or of every topic if there are none."""
         if self._policy.allows(caller, Verb.ADMIN):
             return True
-        # Without topics, a selection covers those that the caller may not see.
+        # Without topics, a selection also covers topics that the caller may not see.
         return bool(topics) and all(self._policy.allows(caller, Verb.CANCEL, topic=topic) for topic in topics)
 
-    def _allow(self, topics: list[str], caller: Caller) -> None:
+    def _check_may_cancel(self, topics: list[str], caller: Caller) -> None:
         """Raise Forbidden unless the caller may cancel messages of these topics, or of all topics if there are none."""
         if not topics:
             self._policy.allow(caller, Verb.ADMIN)
