@@ -241,7 +241,7 @@ def ordered(sign: str, left: Operand, right: Operand) -> Condition:
     for operand in (left, right):
         if isinstance(operand, Constant) and not _is_number(operand.value):
             raise Mismatch(f"{sign} compares numbers; {_shown(operand.value)} is none")
-    return _numbers(sign, left, right)
+    return _compare_numbers(sign, left, right)
 
 
 def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
@@ -260,14 +260,16 @@ def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
         if isinstance(right, Property):
             return SameText(left.name, right)
         return (
-            SameText(left.name, right.value) if isinstance(right.value, str) else _numbers("=", left, right)
+            SameText(left.name, right.value)
+            if isinstance(right.value, str)
+            else _compare_numbers("=", left, right)
         )
     assert isinstance(right, Constant)
     if isinstance(left.value, str) and isinstance(right.value, str):
         return Always(TRUE if left.value == right.value else FALSE)
     if isinstance(left.value, str) or isinstance(right.value, str):
         raise Mismatch(f"{_shown(left.value)} and {_shown(right.value)} are of different kinds")
-    return _numbers("=", left, right)
+    return _compare_numbers("=", left, right)
 
 
 def is_null(left: Operand | Condition) -> Condition:
@@ -303,7 +305,7 @@ def has_text(operation: str, left: Property, search: str, *, negated: bool) -> C
     return Not(condition) if negated else condition
 
 
-def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
+def _compare_numbers(sign: str, left: Operand, right: Operand) -> Condition:
     """Build a comparison of properties and numbers. Two constants are compared here."""
     sides = [side if isinstance(side, Property) else side.value for side in (left, right)]
     decimal = any(isinstance(side, float) for side in sides)

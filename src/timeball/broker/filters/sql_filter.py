@@ -131,9 +131,9 @@ def parse(text: str) -> tuple[Condition, frozenset[str]]:
     """Parse a condition. Returns it, and the names of the properties in it. Raises InvalidFilter."""
     reader = PARSER.parse_interactive(text)
     try:
-        read: Iterator[Token] = reader.lexer_thread.lex(reader.parser_state)  # type: ignore[no-untyped-call]
+        lexed_tokens: Iterator[Token] = reader.lexer_thread.lex(reader.parser_state)  # type: ignore[no-untyped-call]
         # Count the tokens before the parser gets them, because the stack of an LALR parser grows with its input.
-        tokens = list(islice(read, limits.FILTER_TOKENS_MAX + 1))
+        tokens = list(islice(lexed_tokens, limits.FILTER_TOKENS_MAX + 1))
         if len(tokens) > limits.FILTER_TOKENS_MAX:
             message = f"the expression has more than {limits.FILTER_TOKENS_MAX} words and signs"
             raise _error_at(tokens[-1].start_pos, message, "FILTER_TOKENS_MAX")
@@ -197,17 +197,17 @@ class _Actions(Transformer[Token, Part]):
         """Build left [NOT] CONTAINS, STARTSWITH or ENDSWITH a string."""
         *negated, word, text = rest  # perhaps NOT, then the operation, and the string
         operation = str(word).upper()
-        searched = Property(_property(left, operation))
+        operand = Property(_property(left, operation))
         return _combine(
-            (left,), sql_conditions.has_text(operation, searched, str(text), negated=bool(negated))
+            (left,), sql_conditions.has_text(operation, operand, str(text), negated=bool(negated))
         )
 
     def negated(self, word: Token, part: Part) -> Part:
         """Build NOT part. Refuses a property alone."""
         # RocketMQ parses NOT a = 5 as (NOT a) = 5, which no user means.
         if isinstance(part.value, Property) and not part.in_parentheses:
-            shown = part.value.name[:80]
-            raise _error_at(part.at, f"NOT goes before a condition in parentheses: NOT ({shown} …)")
+            name = part.value.name[:80]
+            raise _error_at(part.at, f"NOT goes before a condition in parentheses: NOT ({name} …)")
         return Part(sql_conditions.Not(_condition(part)), word.start_pos or 0, _next_depth(part))
 
     def number(self, *tokens: Token) -> Part:
@@ -232,6 +232,7 @@ class _Actions(Transformer[Token, Part]):
 
 
 def _combine(parts: tuple[Part, ...], condition: Condition) -> Part:
+    """Build the part of a condition that consists of these parts, and begins with the first of them."""
     return Part(condition, parts[0].at, max(part.depth for part in parts))
 
 
@@ -244,12 +245,14 @@ def _next_depth(part: Part) -> int:
 
 
 def _operand(part: Part) -> Operand:
+    """Return the operand of a part. Raises InvalidFilter for a condition."""
     if isinstance(part.value, (Property, Constant)):
         return part.value
     raise _error_at(part.at, "a condition is neither larger nor smaller than another")
 
 
 def _property(part: Part, word: str) -> str:
+    """Return the name of the property that a part is. Raises InvalidFilter for any other part. `word`: the operator."""
     if isinstance(part.value, Property):
         return part.value.name
     raise _error_at(part.at, f"{word} stands behind the name of a property")
@@ -259,8 +262,8 @@ def _condition(part: Part) -> Condition:
     """Return the condition of a part. TRUE, FALSE and NULL become one. Raises InvalidFilter for other operands."""
     value = part.value
     if isinstance(value, Property):
-        shown = value.name[:80]
-        raise _error_at(part.at, f"{shown} is a property and no condition: compare it, as in {shown} = TRUE")
+        name = value.name[:80]
+        raise _error_at(part.at, f"{name} is a property and no condition: compare it, as in {name} = TRUE")
     if not isinstance(value, Constant):
         return value
     if isinstance(value.value, bool):
@@ -334,9 +337,9 @@ def _parser_error(error: UnexpectedToken, end: int) -> InvalidFilter:
     stack, accepted = error.state.value_stack, error.expected
     expected = next(description for names, description in EXPECTED if names <= accepted)
     if "$END" in accepted:
-        read = [symbol.type for symbol in stack if isinstance(symbol, Token)]
+        token_types = [symbol.type for symbol in stack if isinstance(symbol, Token)]
         # A parenthesis that is not closed is a more likely reason than a missing AND.
-        if read.count("LPAR") > read.count("_RPAR"):
+        if token_types.count("LPAR") > token_types.count("_RPAR"):
             expected = ")"
         elif len(stack) == 1 and _is_operand(stack[0]):
             expected = "a comparison"

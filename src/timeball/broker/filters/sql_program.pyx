@@ -96,7 +96,7 @@ cdef struct Column:  # the buffers of an Arrow column of strings
 cdef class Program:
     """A condition on the properties `names`, prepared for evaluation. Immutable, and safe in any thread."""
 
-    cdef list kept  # owns the bytes of `texts`
+    cdef list text_bytes  # owns the bytes to which `texts` points
     cdef list columns  # names of the columns to read: all properties, then the own columns of properties
     cdef Node* nodes
     cdef Property* properties  # as they are before the first row
@@ -115,7 +115,7 @@ cdef class Program:
         _add_nodes(condition, index_of, nodes, texts)
         self.node_count, self.property_count, self.string_count = len(nodes), len(heads), len(texts)
         texts += heads
-        self.kept, self.columns = texts, ["properties"]
+        self.text_bytes, self.columns = texts, ["properties"]
         self.nodes = <Node*> PyMem_Malloc(len(nodes) * sizeof(Node))
         self.properties = <Property*> PyMem_Malloc(len(heads) * sizeof(Property))
         self.texts = <Text*> PyMem_Malloc(len(texts) * sizeof(Text))
@@ -160,7 +160,7 @@ cdef class Program:
                 out[row] = self.outcome(0, properties) == TRUE
                 if work_bytes > WORK_BYTES_MAX:
                     work_bytes = 0
-                    with nogil:
+                    with nogil:  # lets other threads take the interpreter lock (WORK_BYTES_MAX)
                         pass
         finally:
             PyMem_Free(properties)
@@ -177,7 +177,7 @@ cdef class Program:
             return node.outcome
         if kind == ORDERED:
             return self.order(node, properties)
-        if kind <= HAS_NO_OUTCOME:
+        if kind <= HAS_NO_OUTCOME:  # a condition that consists of conditions: these come first in `Kind`
             outcome = self.outcome(at + 1, properties)
             if kind == NOT:
                 return 1 - outcome if outcome <= TRUE else outcome
@@ -243,7 +243,7 @@ def _add_nodes(condition, dict index_of, list nodes, list texts):
     `index_of`: the index of each property, by name. An operand is a tuple as for `_operand`.
     """
     at = len(nodes)
-    nodes.append(None)
+    nodes.append(None)  # keeps the place of this node before its parts. Set below, when its end is known
     outcome, sign, is_decimal, left, right, first_text = FALSE, EQUAL, False, 0, 0, len(texts)
     node_type = type(condition)
     if node_type in PARTS:

@@ -258,7 +258,7 @@ class Draining:
 
     def _read_page(self, snapshot: Snapshot, from_position: PagePosition) -> _Page:
         """Read the pending messages from a position on, up to PAGE_ROWS from log and from files (background thread)."""
-        shown = Shown(self._codes, None, lambda topic: True)
+        shown = Shown(self._codes, None, lambda topic: True)  # all topics
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
         in_log, log_upto = self._tail.after(snapshot, from_position, LAST_POSITION, PAGE_ROWS)
         in_files, files_upto = walk.after(from_position, LAST_POSITION, PAGE_ROWS, shown.choose)
@@ -270,7 +270,7 @@ class Draining:
     async def _hand_over_all(
         self, messages: Logged | Filed, read: Callable[[Logged | Filed], pa.RecordBatch]
     ) -> int:
-        """Hand over messages in transfers of bounded size. Returns the number that was handed over.
+        """Hand over messages in transfers of bounded size. Returns the number of messages handed over.
 
         `read` reads the complete rows of some messages (background thread).
         """
@@ -287,13 +287,15 @@ class Draining:
         return moved_rows
 
     def _read_from_log(self, messages: Logged | Filed) -> pa.RecordBatch:
+        """Read the complete rows of messages from the log. It has the type that `_hand_over_all` expects."""
         assert isinstance(messages, Logged)
         return rows_in_log(self._log.reader, messages, _without_level)
 
     async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:
-        """Hand over those of these messages that are still pending, in one transfer.
+        """Hand over the messages among these that are still pending, in one transfer.
 
-        Returns their number, after the heir has adopted them. Messages that are due within MARGIN_MS are left out.
+        Returns the number of messages handed over, when the heir has adopted them. Messages that are due within
+        MARGIN_MS are left out.
         """
         async with self._gate.passing():  # excludes the resume of a campaign, which changes due times
             self._log.writer.check_admission()
@@ -382,6 +384,7 @@ def _split_transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def _read_from_table(walk: TableWalk, messages: Logged | Filed) -> pa.RecordBatch:
+    """Read the complete rows of messages from the table. It has the type that `_hand_over_all` expects."""
     assert isinstance(messages, Filed)
     return rows_in_table(walk, messages)
 
@@ -450,7 +453,7 @@ class DrainReceiver:
         await self._writer.flushed()
 
     def _append(self, question: AdoptHere, rows_before: int) -> None:
-        """Append the messages of a transfer with its META row. `rows_before`: in earlier transfers of that group."""
+        """Append the messages of a transfer with its META row. `rows_before`: rows of earlier transfers."""
         self._writer.check_admission()
         now_ms = self._clock.now_ms()
         scheduled_rows = build_adopted_rows(

@@ -97,7 +97,7 @@ class GroupedBroker(Broker):
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Cancel the pending ones of these messages in all groups. See Broker.cancel."""
+        """Cancel these messages in all groups, as far as they are pending. See Broker.cancel."""
         if seqs:  # in another group's log, the same number is another message
             own_verdicts = super().cancel(ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller)
             return self._mark_handed_verdicts(await own_verdicts)
@@ -116,7 +116,7 @@ class GroupedBroker(Broker):
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Reschedule the pending ones of these messages in all groups. See Broker.reschedule."""
+        """Reschedule these messages in all groups, as far as they are pending. See Broker.reschedule."""
         if seqs:  # as in `cancel`
             own_verdicts = super().reschedule(
                 ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller, due_ms=due_ms, delay_ms=delay_ms
@@ -147,14 +147,14 @@ class GroupedBroker(Broker):
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Cancel the message of a recall handle, in the group that created the handle. See Broker.recall."""
         # RocketMQ's handles contain the broker's name, which is the name of its group.
-        named = decode_handle(handle)
+        decoded_handle = decode_handle(handle)
         try:
-            return await self._recall(topic, handle, named.broker_name, caller)
+            return await self._recall(topic, handle, decoded_handle.broker_name, caller)
         except RecallRefused as refused:
             if refused.verdict != HANDED:
                 raise
         # The handle's group has handed the message over. Cancel it by its id in the group that has it now.
-        verdicts = await self.cancel(ids=[named.unique_key], topic=topic, caller=caller)
+        verdicts = await self.cancel(ids=[decoded_handle.unique_key], topic=topic, caller=caller)
         for verdict in verdicts:
             if verdict.verdict == UNAVAILABLE:
                 raise Unavailable(
@@ -162,7 +162,7 @@ class GroupedBroker(Broker):
                 )
             if verdict.verdict not in SETTLED:
                 raise RecallRefused(verdict.verdict, verdict.at_ms, f"too late, it is {verdict.verdict}")
-        return named.unique_key
+        return decoded_handle.unique_key
 
     async def _recall(self, topic: str, handle: str, group: str, caller: Caller) -> str:
         """Cancel the message of a handle in the group that created it. Returns the message's id."""
@@ -170,7 +170,7 @@ class GroupedBroker(Broker):
             return await super().recall(topic, handle, caller)
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         answer = await self.others.ask(group, RecallHere(topic=topic, handle=handle), caller)
-        message_id = None if answer is None else _unwrap(answer, lambda granted: granted.message_id)
+        message_id = None if answer is None else _unwrap(answer, lambda own_answer: own_answer.message_id)
         if message_id is None:
             raise Unavailable(f"group {group} did not answer; recall the message again in a moment")
         return message_id
@@ -233,7 +233,7 @@ class GroupedBroker(Broker):
     # -- a drain ---------------------------------------------------------------------------------------------
 
     async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> Drained:
-        """Hand over all pending messages of this group to another one, and report the progress (draining.py)."""
+        """Hand over all pending messages of this group to the group `heir`, and report the progress (draining.py)."""
         return await self.draining.drain(heir, caller, dry_run=dry_run)
 
     async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
