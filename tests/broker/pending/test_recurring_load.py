@@ -139,7 +139,7 @@ async def test_more_rules_than_a_count_can_compute_give_no_occurrences(
 ) -> None:
     for index in range(3):
         await put(world, f"rare-{index}", rule={"every": f"{index + 1}h"}, topic="a")
-    monkeypatch.setattr(recurring_load, "COST_MAX", 2 * recurring_load.LOOK)
+    monkeypatch.setattr(recurring_load, "COST_MAX", 2 * recurring_load.RULE_COST)
     found = await counted(world, "hour", DAY_MS)
     assert (found.recurring, found.recurring_to_ms) == ([], found.from_ms)
     assert found.topics == {"a": 3}

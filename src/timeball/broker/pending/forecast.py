@@ -169,14 +169,14 @@ class Forecast:
             )
         window = Window(from_ms - from_ms % width_ms, to_ms + -to_ms % width_ms, width_ms)
         async with self._counting:
-            counted = await self._count_recurring(self._schedules.planned(), window)
-        codes, buckets = counted.pairs // window.buckets, counted.pairs % window.buckets
+            counting = await self._count_recurring(self._schedules.planned(), window)
+        codes, buckets = counting.pairs // window.buckets, counting.pairs % window.buckets
         topics = {}
         for code in np.unique(codes).tolist():
             if self._policy.allows(caller, Verb.LOOK, topic=self._codes.names[code]):
                 at_ms = window.from_ms + buckets[codes == code] * window.width_ms
-                topics[self._codes.names[code]] = at_ms.tolist(), counted.due[codes == code].tolist()
-        return RecurringCounts(counted.to_ms, topics)
+                topics[self._codes.names[code]] = at_ms.tolist(), counting.due[codes == code].tolist()
+        return RecurringCounts(counting.to_ms, topics)
 
     async def _count_recurring(self, planned: Planned, window: Window) -> RecurringCounting:
         """Count the occurrences of these schedules in the background thread, in steps."""
@@ -207,14 +207,14 @@ class Forecast:
             window = Window(from_ms, to_ms, width_ms)
             start_s = self._loop.time()
             snapshot, planned, (pairs, due_counts) = await self._count_window(window, recurring=recurring)
-            counted = None if planned is None else await self._count_recurring(planned, window)
+            recurring_counting = None if planned is None else await self._count_recurring(planned, window)
             self.counts += 1
             now_s = self._loop.time()
             # Measured from the end of the count, so that a slow count is not repeated at once.
             until_s = now_s + max(FRESH_S, TIMES_ITS_COST * (now_s - start_s))
             count = _Count(
                 width_ms, from_ms, to_ms, snapshot.now_ms, until_s, snapshot.selected, pairs, due_counts,
-                counted,
+                recurring_counting,
             )  # fmt: skip
             # The newest count comes first, so `_find_fresh` prefers it.
             fresh_counts = [earlier for earlier in self._counts if now_s < earlier.until_s]
@@ -224,8 +224,10 @@ class Forecast:
     async def _count_window(
         self, window: Window, *, recurring: bool
     ) -> tuple[Snapshot, Planned | None, tuple[Int64Array, Int64Array]]:
-        """Count the messages of a snapshot. Returns it, the schedules of the same moment, and the pairs with counts.
+        """Count the messages of a snapshot.
 
+        Returns the snapshot, the schedules of the same moment (None without `recurring`), and the result of
+        `Counting.run`.
         Raises Unavailable if retention removed rows twice during the count.
         """
         for _ in range(2):
@@ -265,7 +267,7 @@ class Forecast:
         topic: str | None,
         caller: Caller,
     ) -> tuple[list[tuple[int, int]], dict[str, int]]:
-        """Sum the counts of a window by bucket (start in ms, number) and by topic, without empty ones.
+        """Sum the counts of a window by bucket (start in ms, number) and by topic, without empty buckets and topics.
 
         Only topics that the caller may see are included. `pairs` and `due` are the columns of `count`.
         """
@@ -331,20 +333,20 @@ class Counting:
     def _count_log(self, reader: LogReader) -> None:
         """Count the messages of the log, each once, although it may have several rows."""
         begin_seq = max(self._snapshot.from_seq, reader.first_seq)
-        repeated = []
+        rewritten_parts = []
         for rows in scan(reader, self._snapshot, begin_seq, self._codes):
             # A message is counted at the row that set its due time, its version. If that row has left the log, or was
             # compacted into the table, the message is counted at the last of its other rows.
             is_version = rows.row_seq == rows.seq
             first_version = np.where(rows.is_level, begin_seq, max(begin_seq, self._snapshot.watermark))
             if rewritten := rows.part(~is_version & (rows.seq < first_version)):
-                repeated.append(rewritten)
+                rewritten_parts.append(rewritten)
             self._add_logged(rows.part(is_version))
-        if repeated:
-            self._add_logged(Logged.joined(repeated).sorted())
+        if rewritten_parts:
+            self._add_logged(Logged.joined(rewritten_parts).sorted())
 
     def _add_logged(self, rows: Logged) -> None:
-        """Add the pending messages among messages of the log."""
+        """Add the pending messages among these messages of the log."""
         selected = self._snapshot.selected
         if not selected.is_empty:
             rows = rows.part(self._snapshot.waits(rows.due_ms, rows.seq))

@@ -160,7 +160,7 @@ class Listing:
         selected, shown = snapshot.selected, Shown(self._codes, request.topic, may)
         low, high = _bounds(request, selected)
         held = set[int]()  # the versions of held messages, which `choose` adds
-        choose = _choose(request, selected, shown, self._codes, held)
+        choose = _build_choose(request, selected, shown, self._codes, held)
         # The statistics of files have the topics before the moves of selections.
         topic = None if request.topic in selected.moves_to else request.topic
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, topic)
@@ -194,7 +194,7 @@ class Listing:
         in_schedule_ms = np.concatenate((in_log.due_ms[log_rows], in_files.due_ms[file_rows]))
         held.update(seqs[snapshot.holds.contains(in_schedule_ms, seqs)].tolist())
         shown_by_seq = dict(zip(seqs.tolist(), zip(shown_ms.tolist(), names, strict=True), strict=True))
-        messages = _messages(rows, ranges, shown_by_seq, held)
+        messages = _build_messages(rows, ranges, shown_by_seq, held)
         return PendingPage(messages, None if upto >= high else upto)
 
     def _read_log(self, logged: Logged) -> list[pa.Table]:
@@ -319,7 +319,7 @@ Choose = Callable[
 ]
 
 
-def _choose(
+def _build_choose(
     request: PageRequest, selected: Selected, shown: Shown, codes: TopicCodes, held: set[int]
 ) -> Choose:
     """Build the function that chooses the messages of a page, in the states that selections have given them.
@@ -365,6 +365,7 @@ class Shown:
         self._is_shown = np.empty(0, np.bool_)
 
     def __call__(self, codes: Codes) -> Bools:
+        """Compute a mask of the messages whose topics a page may show, from their topic codes."""
         # A walk through the table assigns new codes as it proceeds.
         new_names = self._codes.names[len(self._is_shown) :]
         if new_names:
@@ -386,7 +387,7 @@ class Shown:
         return index, due_ms[index], topic[index]
 
 
-def _messages(
+def _build_messages(
     tables: list[pa.Table], ranges: CampaignRanges, shown: dict[int, tuple[int, str]], held: set[int]
 ) -> list[PendingMessage]:
     """Build the messages of a page from rows of log and table, sorted by the due times to show.
@@ -532,10 +533,10 @@ class TableWalk:
         ordered, tables = chosen.part(order), []
         boundaries = np.flatnonzero(np.diff(ordered.file) | np.diff(ordered.group)) + 1
         for indexes in np.split(np.arange(len(ordered)), boundaries):
-            of_group = ordered.part(indexes)
+            group_messages = ordered.part(indexes)
             tables.append(
-                self.files[int(of_group.file[0])].read_group_rows(
-                    int(of_group.group[0]), of_group.row, columns
+                self.files[int(group_messages.file[0])].read_group_rows(
+                    int(group_messages.group[0]), group_messages.row, columns
                 )
             )
         # The inverse permutation restores the order of `chosen`.
@@ -550,6 +551,7 @@ def is_before(messages: Logged | Filed, upto: PagePosition) -> Bools:
 
 
 def _count_before(parts: list[Filed], first_ms: int) -> int:
+    """Count the messages that are due before `first_ms`. Each part is of one row group, and sorted by due time."""
     return sum(int(np.searchsorted(filed.due_ms, first_ms)) for filed in parts)
 
 

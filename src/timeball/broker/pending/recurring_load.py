@@ -20,9 +20,9 @@ from timeball.broker.registry.schedules import State, rule_of, topic_of
 from timeball.model.errors import InvalidDelay
 from timeball.model.message import Int64Array
 
-# The work of a count in units of about 3 us: 1 for each topic of each occurrence, LOOK for each computation of a rule's
-# next occurrences, or COSTLY_LOOK if that may take milliseconds.
-COST_MAX, LOOK, COSTLY_LOOK = 300_000, 20, 1_000
+# The work of a count in units of about 3 us: 1 for each topic of each occurrence, RULE_COST for each computation of
+# a rule's next occurrences, or COSTLY_RULE_COST if that may take milliseconds.
+COST_MAX, RULE_COST, COSTLY_RULE_COST = 300_000, 20, 1_000
 # The work of a step, and the texts read in one. Pages and counts of other callers need the same thread, and wait for
 # one step only.
 STEP_COST, STEP_TEXTS = 5_000, 20_000
@@ -47,23 +47,23 @@ class TopicsOfTexts:
 
     def __init__(self, codes: TopicCodes) -> None:
         self._codes, self._texts = codes, Texts()
-        self._known: Codes = np.empty(0, np.int32)  # -1: not read yet
+        self._codes_by_index: Codes = np.empty(0, np.int32)  # by the index of a text. -1: not read yet
 
     def steps(self, texts: Texts, indexes: Int64Array) -> Iterator[bool]:
         """Read the topics of the texts at these indexes that were not read before. Yields True after each part."""
         if texts is not self._texts:
-            self._texts, self._known = texts, np.empty(0, np.int32)
-        added = max(0, len(texts) - len(self._known))
-        self._known = np.append(self._known, np.full(added, -1, np.int32))
-        unknown = indexes[self._known[indexes] < 0]
-        for begin in range(0, len(unknown), STEP_TEXTS):
-            part = unknown[begin : begin + STEP_TEXTS]
-            self._known[part] = [self._codes.code(topic_of(texts[index])) for index in part.tolist()]
+            self._texts, self._codes_by_index = texts, np.empty(0, np.int32)
+        added = max(0, len(texts) - len(self._codes_by_index))
+        self._codes_by_index = np.append(self._codes_by_index, np.full(added, -1, np.int32))
+        unread = indexes[self._codes_by_index[indexes] < 0]
+        for begin in range(0, len(unread), STEP_TEXTS):
+            part = unread[begin : begin + STEP_TEXTS]
+            self._codes_by_index[part] = [self._codes.code(topic_of(texts[index])) for index in part.tolist()]
             yield True
 
     def codes(self, indexes: Int64Array) -> Int64Array:
-        """Return the topics of texts that were read."""
-        return self._known[indexes].astype(np.int64)
+        """Return the topic codes of the texts at these indexes. `steps` must have read them."""
+        return self._codes_by_index[indexes].astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _RuleLoad:
     """The schedules with one rule, grouped by topic and due time, as parallel columns."""
 
     rule: Rule
-    look: int  # the work of one computation of the rule
+    rule_cost: int  # the work of one computation of the rule
     topics: Int64Array  # codes
     due_ms: Int64Array  # of the pending occurrence, which is a message
     schedules: Int64Array  # the number of schedules in the group
@@ -108,7 +108,7 @@ class RecurringCounting:
         first = np.flatnonzero(np.append(True, (rows[:, 1:] != rows[:, :-1]).any(axis=0)))
         rows, schedules = rows[:, first], np.diff(np.append(first, len(slots)))
         begins = np.flatnonzero(np.diff(rows[0], prepend=-1))
-        if len(begins) * LOOK > COST_MAX:
+        if len(begins) * RULE_COST > COST_MAX:
             return  # one computation of each rule would cost too much
         yield True
         open_loads = list[_RuleLoad]()
@@ -116,37 +116,37 @@ class RecurringCounting:
             text = rule_of(planned.plans[int(rows[0, begin])])
             try:
                 rule = Rule.from_text(text)
-            except InvalidDelay:  # its zone has left the time zone database
+            except InvalidDelay:  # its zone is no longer in the time zone database
                 continue
             topics, due_ms = rows[1:, begin:end]
             counted_ms = max(window.from_ms - 1, int(due_ms.min()))
-            look = COSTLY_LOOK if is_costly(text) else LOOK
-            open_loads.append(_RuleLoad(rule, look, topics, due_ms, schedules[begin:end], counted_ms))
-            if len(open_loads) % (STEP_COST // LOOK) == 0:
+            rule_cost = COSTLY_RULE_COST if is_costly(text) else RULE_COST
+            open_loads.append(_RuleLoad(rule, rule_cost, topics, due_ms, schedules[begin:end], counted_ms))
+            if len(open_loads) % (STEP_COST // RULE_COST) == 0:
                 yield True
         yield from self._count(open_loads)
 
     def _count(self, open_loads: list[_RuleLoad]) -> Iterator[bool]:
         """Count the occurrences of these rules, until all are counted or the work is used up."""
-        window, found = self._window, list[tuple[Int64Array, Int64Array]]()
-        left, step_left = COST_MAX, STEP_COST
+        window, counted_pairs = self._window, list[tuple[Int64Array, Int64Array]]()
+        work_left, step_work_left = COST_MAX, STEP_COST
         # In rounds, in which each rule has an equal share, so that a rule for each second does not use up all work.
-        while open_loads and left > (looks := sum(load.look for load in open_loads)):
-            share, still_open = (left - looks) // len(open_loads), list[_RuleLoad]()
+        while open_loads and work_left > (round_cost := sum(load.rule_cost for load in open_loads)):
+            share, still_open = (work_left - round_cost) // len(open_loads), list[_RuleLoad]()
             for load in open_loads:
                 limit = max(1, share // len(load.topics))
                 instants = load.rule.instants(load.counted_ms, window.to_ms - 1, limit)
-                found.extend(self._pairs(load, instants))
+                counted_pairs.extend(self._pairs(load, instants))
                 if len(instants) == limit:
                     load.counted_ms = int(instants[-1])
                     still_open.append(load)
-                cost = load.look + len(instants) * len(load.topics)
-                left, step_left = left - cost, step_left - cost
-                if step_left < 0:
-                    step_left = STEP_COST
+                cost = load.rule_cost + len(instants) * len(load.topics)
+                work_left, step_work_left = work_left - cost, step_work_left - cost
+                if step_work_left < 0:
+                    step_work_left = STEP_COST
                     yield True
             open_loads = still_open
-        self._finish(found, min((load.counted_ms + 1 for load in open_loads), default=window.to_ms))
+        self._finish(counted_pairs, min((load.counted_ms + 1 for load in open_loads), default=window.to_ms))
 
     def _pairs(self, load: _RuleLoad, instants: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
         """Yield the pairs and their numbers of occurrences for each group of schedules, of these times of the rule."""
@@ -160,14 +160,14 @@ class RecurringCounting:
                 buckets, counts = np.unique(bucket_of_instant[instants > due_ms], return_counts=True)
             yield topic * window.buckets + buckets, counts * schedules
 
-    def _finish(self, found: list[tuple[Int64Array, Int64Array]], counted_to_ms: int) -> None:
+    def _finish(self, counted_pairs: list[tuple[Int64Array, Int64Array]], counted_to_ms: int) -> None:
         """Sum the pairs of the whole buckets before `counted_to_ms`."""
-        # A part of a bucket would be taken for its load.
+        # A bucket that is counted in part would seem to have fewer messages.
         window = self._window
         buckets = max(0, counted_to_ms - window.from_ms) // window.width_ms
         self.to_ms = window.from_ms + buckets * window.width_ms
-        pairs = np.concatenate([self.pairs, *(pairs for pairs, _ in found)])
-        due = np.concatenate([self.due, *(due for _, due in found)])
+        pairs = np.concatenate([self.pairs, *(pairs for pairs, _ in counted_pairs)])
+        due = np.concatenate([self.due, *(due for _, due in counted_pairs)])
         is_counted = pairs % window.buckets < buckets
         self.pairs, index = np.unique(pairs[is_counted], return_inverse=True)
         self.due = np.bincount(index, due[is_counted], minlength=len(self.pairs)).astype(np.int64)

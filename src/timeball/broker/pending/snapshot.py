@@ -85,7 +85,7 @@ class Snapshot:
 
     def first_ms(self, entry: FileEntry) -> int:
         """Find a due time before which this file contains no pending scheduled message."""
-        # Held messages may be pending before the mark. To find out which files contain some is not worthwhile.
+        # Held messages may be pending before the mark. It costs too much to find out which files contain any.
         if len(self.holds) or self.settled.may_be_pending_in(entry.min_seq, entry.max_seq):
             return entry.min_due_ms
         return max(entry.min_due_ms, self.settled.before_ms)
@@ -194,10 +194,8 @@ def described_in_log(
         part = index[begin : begin + _SCAN_ROWS]
         chosen = rows.part(part)
         topic = pa.array(topics, pa.string()).take(pa.array(chosen.topic))
-        number, condition_rows = (
-            chosen.seq,
-            None,
-        )  # only a condition needs the number of a message that was moved
+        # Only a condition needs the number of a message that was moved.
+        number, condition_rows = chosen.seq, None
         if selected.reads_rows:
             condition_rows = reader.read_rows(chosen.row_seq, ["kind", "source_seq", *CONDITION_COLUMNS])
             is_moved = condition_rows.column("kind").to_numpy() == Kind.MOVED
@@ -225,6 +223,7 @@ def view_of(
 
 
 def _topic_texts(topic: pa.Array) -> pa.Array:
+    """Convert a column of topics, which may be dictionary-encoded, to strings."""
     return topic if topic.type == pa.string() else topic.cast(pa.string())
 
 
@@ -373,10 +372,10 @@ class LogTail:
         elif self._next_seq < snapshot.to_seq:
             self._read(snapshot)
         # Binary searches, so that the number of earlier messages does not matter.
-        kept = self._rows
-        begin = search(kept.due_ms, kept.seq, low)
-        end = search(kept.due_ms, kept.seq, high)
-        page = kept.part(slice(begin, min(end, begin + rows)))
+        rows_by_due_time = self._rows
+        begin = search(rows_by_due_time.due_ms, rows_by_due_time.seq, low)
+        end = search(rows_by_due_time.due_ms, rows_by_due_time.seq, high)
+        page = rows_by_due_time.part(slice(begin, min(end, begin + rows)))
         if begin + rows < end:
             # The position after the last scheduled message examined.
             end_position = int(page.due_ms[-1]), int(page.seq[-1]) + 1

@@ -64,15 +64,15 @@ class Surveys:
     def __init__(self, snapshots: Snapshots, *, reader: LogReader, background: Executor) -> None:
         self._snapshots, self._reader, self._background = snapshots, reader, background
 
-    async def survey(self, plan: Plan, taken: Callable[[], None] = lambda: None) -> Survey:
+    async def survey(self, plan: Plan, on_snapshot: Callable[[], None] = lambda: None) -> Survey:
         """Survey the messages that are pending now.
 
-        Calls `taken` at the moment to which the result refers, perhaps twice. Raises Unavailable if retention removed
-        rows twice during the walk.
+        Calls `on_snapshot` at the moment to which the result refers, perhaps twice. Raises Unavailable if retention
+        removed rows twice during the walk.
         """
         for _ in range(2):
             async with self._snapshots.taken() as snapshot:
-                taken()
+                on_snapshot()
                 selected, name = plan(snapshot.to_seq)
                 walk = _Walk(snapshot, selected, name, self._reader, self._snapshots)
                 try:
@@ -132,11 +132,11 @@ class _Walk:
         for index, described in described_parts:
             is_unchanged[index] = False
             states, (is_member, before, after) = self.selected.covered(described, self.name)
-            _count_hours(self.before, _released(before))
-            _count_hours(self.after, _released(after))
+            _count_hours(self.before, _released_ms(before))
+            _count_hours(self.after, _released_ms(after))
             if is_member.any():
                 for state in (before, after):
-                    _count_hours(self.covered, _released(state.part(is_member)))
+                    _count_hours(self.covered, _released_ms(state.part(is_member)))
                 self._add_members(
                     index[is_member], described.due_ms[is_member], states.part(is_member),
                     before.due_ms[is_member], read,
@@ -173,10 +173,11 @@ class _Walk:
             yield None
         if not parts:
             return
-        # A message that was written again has several rows.
+        # A message that was written again has several rows. `sorted` keeps the last one.
         rows = Logged.joined(parts).sorted()
 
         def read(part: Logged, index: Int64Array, due_ms: Int64Array) -> list[Sample]:
+            """Read messages of a part as samples (`_Read`)."""
             chosen = part.part(index)
             columns = self.reader.read_rows(chosen.row_seq, ["unique_key", "keys"])
             topics = [self.codes.names[code] for code in chosen.topic.tolist()]
@@ -205,6 +206,7 @@ class _Walk:
                     row: Int64Array = row,
                     seq: Int64Array = seq,
                 ) -> list[Sample]:
+                    """Read messages of the row group as samples (`_Read`)."""
                     rows = file.read_group_rows(group, row[index], _SAMPLE_COLUMNS)  # noqa: B023  # called at once
                     texts = (rows.column(name).to_pylist() for name in _SAMPLE_COLUMNS)
                     return list(zip(due_ms.tolist(), seq[index].tolist(), *texts, strict=True))
@@ -213,11 +215,12 @@ class _Walk:
                 yield _Part(due_ms, described_parts, read)
 
 
-def _released(states: States) -> Int64Array:
+def _released_ms(states: States) -> Int64Array:
     """List the due times of the messages that are neither cancelled nor held."""
     return states.due_ms[(states.owner < 0) & (states.holder < 0)]
 
 
 def _count_hours(counter: Counter[int], due_ms: Int64Array) -> None:
+    """Add the number of messages that are due in each hour (since 1970) to `counter`."""
     for hour, rows in zip(*np.unique(due_ms // limits.HOUR_MS, return_counts=True), strict=True):
         counter[int(hour)] += int(rows)

@@ -145,7 +145,7 @@ class Wakers:
         return page.upto if epoch == self._selections.epoch else None
 
     def _read_page(self, snapshot: Snapshot, low: PagePosition, high: PagePosition, until_ms: int) -> _Page:
-        """Find the messages to wake among the first ones from `low` on (background thread)."""
+        """Find the messages to wake among the first messages from `low` on (background thread)."""
         selected, choose = snapshot.selected, partial(_choose, snapshot, until_ms)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
         logged, log_upto = self._tail.after(snapshot, low, high, PAGE_ROWS)
@@ -184,7 +184,7 @@ class Wakers:
         """Write the wake-ups of a part of a page. Returns False if an event came meanwhile."""
         begin, end = part.start, min(part.stop, len(page.due_ms))
         while begin < end:
-            # Messages may be large: as many rows as fit into memory, by the size of the last ones.
+            # Messages may be large. The number of rows is adapted to the size of the rows that were read before.
             chunk = slice(begin, min(end, begin + self._rows_at_once))
             rows, due_ms = await in_thread(self._background, self._read_rows, page, chunk)
             async with self._gate.passing():  # no selection changes before the append
@@ -215,7 +215,7 @@ class Wakers:
         pairs = pairs_of(rows)
         # A pause or a cancel of a campaign may have begun since the page was read. No await from here on.
         is_woken = ~scheduling.outcomes.holds.contains(*pairs)
-        # This call decides the race with releases, as for a reschedule.
+        # This call decides whether the message is released or woken, as for a reschedule.
         is_woken[is_woken] = scheduling.scheduler.cancel(*(column[is_woken] for column in pairs))
         if not is_woken.any():
             return None

@@ -65,6 +65,7 @@ class WindowLoads:
         for window in windows:
             # A window that has begun is used from now on, because messages in its past would all be due at once.
             begin_ms = max(window.begin_ms, self._clock.now_ms())
+            # The first and the last whole second of the window: the begin is rounded up.
             first, last = -(-begin_ms // SECOND_MS), (window.end_ms + 1) // SECOND_MS - 1
             if last < first:  # no whole second
                 chosen.append(max(window.begin_ms, min(begin_ms, window.end_ms)))
@@ -72,10 +73,13 @@ class WindowLoads:
             chosen.append(self._choose_second(await self._find_range(first, last), first, last))
         return chosen
 
-    def _choose_second(self, counted: _Range, first: int, last: int) -> int:
-        """Choose the second in [first, last] with the fewest messages, count one more in it, and return a due time."""
-        second = first + int(counted.loads[first - counted.first : last + 1 - counted.first].argmin())
-        load = int(counted.loads[second - counted.first])
+    def _choose_second(self, range_: _Range, first: int, last: int) -> int:
+        """Choose the second in [first, last] with the fewest messages, and return a due time in it (ms since 1970).
+
+        The message is counted in this second.
+        """
+        second = first + int(range_.loads[first - range_.first : last + 1 - range_.first].argmin())
+        load = int(range_.loads[second - range_.first])
         # In all ranges, because another range may serve the next window.
         for counted_range in self._ranges:
             if counted_range.first <= second < counted_range.end:
@@ -83,7 +87,7 @@ class WindowLoads:
         return second * SECOND_MS + load * _STEP_MS % SECOND_MS
 
     async def _find_range(self, first: int, last: int) -> _Range:
-        """Find a counted range that contains the seconds [first, last], or count it."""
+        """Find a counted range that contains [first, last], or count one. Raises InvalidDelay, OverLimit."""
         fresh = self._find_fresh(first, last)
         if fresh is not None:
             return fresh
@@ -99,9 +103,9 @@ class WindowLoads:
                 return fresh
             # Longer than the window, so that it also contains the windows of later sends, which begin later.
             end = first + min(2 * width + 60, limits.FORECAST_BUCKETS_MAX)
-            counted = await self._forecast.counted("second", first * SECOND_MS, end * SECOND_MS)
+            due_counts = await self._forecast.counted("second", first * SECOND_MS, end * SECOND_MS)
             loads = np.zeros(end - first, np.int64)
-            for begin_ms, rows in counted.buckets:
+            for begin_ms, rows in due_counts.buckets:
                 loads[begin_ms // SECOND_MS - first] = rows
             # The other ranges include choices whose messages may not be in the new counts yet.
             for earlier in self._ranges:
@@ -111,9 +115,9 @@ class WindowLoads:
                     np.maximum(
                         overlap, earlier.loads[begin - earlier.first : until - earlier.first], out=overlap
                     )
-            added = _Range(first, loads, self._loop.time() + FRESH_S)
-            self._ranges = [added, *self._ranges[: RANGES_MAX - 1]]
-            return added
+            new_range = _Range(first, loads, self._loop.time() + FRESH_S)
+            self._ranges = [new_range, *self._ranges[: RANGES_MAX - 1]]
+            return new_range
 
     def _find_fresh(self, first: int, last: int) -> _Range | None:
         """Find a counted range that contains the seconds [first, last]. Expired ranges are removed."""

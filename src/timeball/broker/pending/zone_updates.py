@@ -166,10 +166,10 @@ class ZoneUpdates:
             zone for zone in changed if zone in facts.zones and facts.zones[zone].until_ms and hashes[zone]
         }
         if zones:
-            # One snapshot for the whole search: a message that has moved is not met again at its new due time.
+            # One snapshot for the whole search: a message that has moved is not found again at its new due time.
             async with self._snapshots.taken() as snapshot:
-                found = self._find(snapshot, zones)
-                while (part := await in_thread(self._threads.background, next, found, None)) is not None:
+                parts = self._find_moving(snapshot, zones)
+                while (part := await in_thread(self._threads.background, next, parts, None)) is not None:
                     await self._move_messages(part, report)
         await self._finish(hashes, slots.keys(), report)
         logger.info(
@@ -183,7 +183,8 @@ class ZoneUpdates:
         """Append the new version, and the zones that are still in use with the hashes of their rules."""
         facts, now_ms = report.facts(), self._clock.now_ms()
         hashes = {
-            zone: facts.zones[zone].rules if zone in report.left else rules for zone, rules in hashes.items()
+            zone: facts.zones[zone].rules if zone in report.unmoved_zones else rules
+            for zone, rules in hashes.items()
         }
         until_ms = {zone: use.until_ms for zone, use in facts.zones.items()}
         in_use = {
@@ -250,22 +251,22 @@ class ZoneUpdates:
         self._log.writer.check_admission()
         # No await from here to the append, as for each change of a schedule.
         was_pending = self._scheduling.scheduler.cancel(
-            np.array([before.due_ms for _, before, _ in moved]),
-            np.array([before.number for _, before, _ in moved]),
+            np.array([progress.due_ms for _, progress, _ in moved]),
+            np.array([progress.number for _, progress, _ in moved]),
         )
         states = [state for state, is_moved in zip(moved, was_pending.tolist(), strict=True) if is_moved]
         if not states:
             return
-        for after, before, reason in states:
-            if after.occurrence is not None and reason == REASON:
-                report.add(zone, before.due_ms, after.occurrence.due_ms, schedules=1)
+        for next_state, progress, reason in states:
+            if next_state.occurrence is not None and reason == REASON:
+                report.add(zone, progress.due_ms, next_state.occurrence.due_ms, schedules=1)
         cancels = rows_of(
             [
-                cancel_row_of(after.name, after.facts, before, now_ms, reason)
-                for after, before, reason in states
+                cancel_row_of(next_state.name, next_state.facts, progress, now_ms, reason)
+                for next_state, progress, reason in states
             ]
         )
-        continuation = self._successors.continuation([after for after, _, _ in states], now_ms)
+        continuation = self._successors.continuation([next_state for next_state, _, _ in states], now_ms)
         successors = continuation.rows(self._log.writer.next_seq + cancels.num_rows)
         change = report.change()
         durable = self._appender.append(pa.concat_batches([cancels, successors, change.rows])).durable
@@ -275,7 +276,7 @@ class ZoneUpdates:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _find(self, snapshot: Snapshot, zones: set[str]) -> Iterator[list[_Moving]]:
+    def _find_moving(self, snapshot: Snapshot, zones: set[str]) -> Iterator[list[_Moving]]:
         """Yield the pending messages whose due times have changed, in parts (background thread)."""
         for rows in chain(self._in_log(snapshot), self._in_files(snapshot)):
             moving = dict[int, _Moving]()  # by version: a later row of the log replaces an earlier one
@@ -324,11 +325,13 @@ class ZoneUpdates:
             file.close()
 
     async def _move_messages(self, moving: Sequence[_Moving], report: _Report) -> None:
-        """Move these messages, without messages of selections, whose zones are added to `report.left`."""
+        """Move these messages, without messages of selections, whose zones are added to `report.unmoved_zones`."""
         # The gate is held, so that no selection changes before the moves.
         async with self._look_ups.gate.passing():
             selected = await self._look_ups.select([message.candidate for message in moving])
-            report.left.update(message.zone for message in moving if message.candidate.number in selected)
+            report.unmoved_zones.update(
+                message.zone for message in moving if message.candidate.number in selected
+            )
             await self._move_pending(
                 [message for message in moving if message.candidate.number not in selected], report
             )
@@ -364,6 +367,7 @@ def _with_local_time(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Tab
 
 
 def _candidate(row: FoundRow) -> Candidate:
+    """Convert a row that a search has found to a candidate of a look-up."""
     return Candidate(
         "", row.number, row.version, row.due_ms, row.topic, row.unique_key, row.keys, row.accepted_ms or 0,
         row.is_level, row.in_table, row.at_seq,
@@ -375,8 +379,8 @@ class _Report:
 
     def __init__(self, zones: Zones, update: ZoneUpdate) -> None:
         self._zones, self._update = zones, update
-        self.left = set[str]()  # the zones of messages that keep their due times
-        # By zone and distance in ms.
+        self.unmoved_zones = set[str]()  # the zones of messages that keep their due times
+        # By zone and by the distance of the move in ms.
         self._moved = {(moves.zone, moves.after_ms - moves.before_ms): moves for moves in update.moved}
 
     def add(self, zone: str, before_ms: int, after_ms: int, *, messages: int = 0, schedules: int = 0) -> None:
