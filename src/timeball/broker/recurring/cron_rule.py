@@ -87,13 +87,14 @@ class _Days(NamedTuple):
             if self.weekdays is not None and (
                 weekday(day) in self.weekdays
                 or (weekday(day), week) in self.nth_weekdays
+                # The last of its weekdays in the month, because a week later is another month.
                 or (day + 7 > length and (weekday(day), 0) in self.nth_weekdays)
             ):
                 by_weekday |= 1 << day
         workdays = [day for day in range(1, length + 1) if weekday(day) not in (0, 6)]
         # The nearest weekday never leaves the month. Of two at the same distance, the key chooses the earlier one.
-        for wanted in self.nearest_weekdays:
-            by_day |= 1 << min(workdays, key=lambda day: (abs(day - wanted), day))
+        for nearest_day in self.nearest_weekdays:
+            by_day |= 1 << min(workdays, key=lambda day: (abs(day - nearest_day), day))
         if self.last_weekday:
             by_day |= 1 << workdays[-1]
         if self.days is None and self.weekdays is None:
@@ -128,7 +129,7 @@ class CronTimes:
         day, second = divmod(local_s, DAY_S)
         ordinal = max(1, day + EPOCH_ORDINAL)
         found_ordinal = self._day_at_or_after(ordinal)
-        # On the given day, times before `second` do not count. On a later day, the first time is the result.
+        # On the day of `local_s`, times before `second` do not count. On a later day, the first time is the result.
         if found_ordinal == day + EPOCH_ORDINAL:
             time_s = self._time_at_or_after(second)
             if time_s is not None:
@@ -151,8 +152,8 @@ class CronTimes:
         """Find the first matching date that is not earlier. Dates are ordinals of `datetime.date`. None after 9999."""
         if ordinal > _LAST_ORDINAL:
             return None
-        given = date.fromordinal(ordinal)
-        year, month, day = given.year, given.month, given.day
+        start = date.fromordinal(ordinal)
+        year, month, day = start.year, start.month, start.day
         first = ordinal - day + 1
         # The Gregorian calendar repeats after 400 years, so an expression that `occurs` has a match within them.
         while first <= _LAST_ORDINAL:
@@ -192,6 +193,7 @@ class CronTimes:
         hours = self._hours >> hour + 1
         if not hours:
             return None
+        # The remainder is the first minute and second of an hour that matches.
         return (hour + 1 + _lowest(hours)) * 3_600 + self._first_time_s % 3_600
 
 
@@ -221,11 +223,11 @@ def parse_cron(text: str, seconds: bool = False) -> CronTimes:
     minute, hour, day, month, weekday = fields
     times = CronTimes(
         canonical,
-        _bits(_values(text, _SECOND, second)),
-        _bits(_values(text, _MINUTE, minute)),
-        _bits(_values(text, _HOUR, hour)),
-        _bits(_values(text, _MONTH, month)),
-        _days(text, day, weekday),
+        _bits(_parse_values(text, _SECOND, second)),
+        _bits(_parse_values(text, _MINUTE, minute)),
+        _bits(_parse_values(text, _HOUR, hour)),
+        _bits(_parse_values(text, _MONTH, month)),
+        _parse_days(text, day, weekday),
     )
     # Each search of a rule without a date would go through all years up to 9999.
     if not times.occurs():
@@ -258,29 +260,29 @@ def _fields_advice(number: int, seconds: bool) -> str:
     return f"{number} fields are given; an expression has five: minute hour day month weekday"
 
 
-def _values(text: str, field: _Field, given: str) -> frozenset[int]:
+def _parse_values(text: str, field: _Field, field_text: str) -> frozenset[int]:
     """Parse a field without special values. `text`: the whole expression, for the error. Raises InvalidDelay."""
-    if given == "*":
+    if field_text == "*":
         return frozenset(range(field.low, field.high + 1))
-    found: set[int] = set()
-    for term in given.split(","):
-        found.update(_term_values(text, field, term))
-    return frozenset(found)
+    values: set[int] = set()
+    for term in field_text.split(","):
+        values.update(_parse_term(text, field, term))
+    return frozenset(values)
 
 
-def _term_values(text: str, field: _Field, term: str) -> range:
+def _parse_term(text: str, field: _Field, term: str) -> range:
     """Parse a value, a range, or a step. Raises InvalidDelay, also for forms about which programs disagree."""
     match = _TERM.fullmatch(term)
     if match is None or term == "*":
         _refuse(text, _term_advice(field, term))
     star, first, last, step_text = match.groups()
-    low = field.low if star else _value(text, field, first)
-    high = field.high if star else _value(text, field, last or first)
+    low = field.low if star else _parse_value(text, field, first)
+    high = field.high if star else _parse_value(text, field, last or first)
     if step_text is None:
         if low > high:
             _refuse(
                 text,
-                f"{field.name} {term}: programs disagree whether a range may wrap; write {_wrapped(field, low, high)}",
+                f"{field.name} {term}: programs disagree whether a range may wrap; write {_unwrap(field, low, high)}",
             )
         return range(low, high + 1)
     step = int(step_text) if step_text.isdecimal() else 0
@@ -336,17 +338,17 @@ def _examples(field: _Field) -> str:
     )
 
 
-def _value(text: str, field: _Field, given: str) -> int:
+def _parse_value(text: str, field: _Field, value_text: str) -> int:
     """Parse a number or a name of a field. Raises InvalidDelay."""
-    if given in field.names:
-        return field.names.index(given) + field.low
-    if given.isdecimal() and len(given) <= 2 and field.low <= int(given) <= field.high:
-        return int(given)
+    if value_text in field.names:
+        return field.names.index(value_text) + field.low
+    if value_text.isdecimal() and len(value_text) <= 2 and field.low <= int(value_text) <= field.high:
+        return int(value_text)
     names = f" or {field.names[0]} to {field.names[-1]}" if field.names else ""
-    _refuse(text, f"{field.name} {given}: values are {field.low} to {field.high}{names}")
+    _refuse(text, f"{field.name} {value_text}: values are {field.low} to {field.high}{names}")
 
 
-def _wrapped(field: _Field, low: int, high: int) -> str:
+def _unwrap(field: _Field, low: int, high: int) -> str:
     """Write a range from the higher value `low` to the lower value `high` as a list that does not wrap."""
     if field is _WEEKDAY:
         return ",".join(_WEEKDAYS[value % 7] for value in range(low, high + 8))
@@ -358,7 +360,7 @@ def _wrapped(field: _Field, low: int, high: int) -> str:
     )
 
 
-def _days(text: str, day: str, weekday: str) -> _Days:
+def _parse_days(text: str, day: str, weekday: str) -> _Days:
     """Parse the fields for days and weekdays, with their special values. Raises InvalidDelay."""
     days: set[int] = set()
     before_last: set[int] = set()
@@ -370,9 +372,9 @@ def _days(text: str, day: str, weekday: str) -> _Days:
         elif term == "LW":
             last_weekday = True
         elif match := _NEAREST_WEEKDAY.fullmatch(term):
-            nearest.add(_value(text, _DAY, match[1]))
+            nearest.add(_parse_value(text, _DAY, match[1]))
         else:
-            days.update(_term_values(text, _DAY, term))
+            days.update(_parse_term(text, _DAY, term))
     if max(before_last, default=0) >= _SHORTEST_MONTH:
         _refuse(text, f"day {day}: not each month has such a day; write at most L-{_SHORTEST_MONTH - 1}")
     if max(nearest, default=0) > _SHORTEST_MONTH:
@@ -386,13 +388,13 @@ def _days(text: str, day: str, weekday: str) -> _Days:
                     text, f"weekday {term}: a month has a first to fifth {match[1]}, such as {match[1]}#1"
                 )
             # Modulo 7, because 0 and 7 are Sunday.
-            nth.add((_value(text, _WEEKDAY, match[1]) % 7, int(match[2])))
+            nth.add((_parse_value(text, _WEEKDAY, match[1]) % 7, int(match[2])))
         elif match := _LAST_WEEKDAY.fullmatch(term):
-            nth.add((_value(text, _WEEKDAY, match[1]) % 7, 0))
+            nth.add((_parse_value(text, _WEEKDAY, match[1]) % 7, 0))
         elif term.startswith("L"):
             _refuse(text, f"weekday {term}: write the day first, such as {_last_weekday(term)}")
         else:
-            weekdays.update(value % 7 for value in _term_values(text, _WEEKDAY, term))
+            weekdays.update(value % 7 for value in _parse_term(text, _WEEKDAY, term))
     if day != "*" and weekday != "*":
         _check_both(text, day, weekday, days, weekdays)
     return _Days(
@@ -402,6 +404,7 @@ def _days(text: str, day: str, weekday: str) -> _Days:
 
 
 def _last_weekday(term: str) -> str:
+    """Correct a term such as LFRI for an error text."""
     return f"{term[1:]}L" if term[1:] else "SAT, or FRIL for the last Friday"
 
 

@@ -57,7 +57,7 @@ def read_crontab(text: str, zone: str, *, has_user: bool = False) -> list[Cronta
                 zone = assignment[2].strip("\"' ")
             continue
         entry = _read_entry(number, line, zone, has_user)
-        name = _unique(entry.name, names)
+        name = _make_unique(entry.name, names)
         names.add(name)
         entries.append(entry._replace(name=name))
     return entries
@@ -71,18 +71,19 @@ def _read_entry(number: int, line: str, zone: str, has_user: bool) -> CrontabEnt
     fields = 1 if line.startswith("@") else 5
     words = line.split(None, fields + has_user)
     if len(words) <= fields + has_user:
-        return CrontabEntry(f"line-{number}", None, "", f"line {number}: {_expected(has_user)}")
+        return CrontabEntry(f"line-{number}", None, "", f"line {number}: {_entry_advice(has_user)}")
     command, input_text = _split_input(words[-1])
     user = words[fields] if has_user else ""
     note = "cron passes the text after % to the command as its input" if input_text is not None else ""
     try:
         spec = Rule.parse({"cron": " ".join(words[:fields]), "zone": zone}).spec()
-    except InvalidDelay as refused:
-        return CrontabEntry(_name(command, number), None, command, f"line {number}: {refused}", user)
-    return CrontabEntry(_name(command, number), spec, command, note, user)
+    except InvalidDelay as error:
+        return CrontabEntry(_build_name(command, number), None, command, f"line {number}: {error}", user)
+    return CrontabEntry(_build_name(command, number), spec, command, note, user)
 
 
-def _expected(has_user: bool) -> str:
+def _entry_advice(has_user: bool) -> str:
+    """Describe an entry, for the note of a line that is none."""
     user = "the user, " if has_user else ""
     return f"an entry has five fields or a name such as @daily, {user}and a command"
 
@@ -96,26 +97,26 @@ def _split_input(command: str) -> tuple[str, str | None]:
     return parts[0].replace(r"\%", "%").strip(), parts[1] if len(parts) > 1 else None
 
 
-def _name(command: str, number: int) -> str:
+def _build_name(command: str, number: int) -> str:
     """Build a name from the program in a command and a hash of the command. `line-<number>` if there is no program."""
     words = command.split() or [""]
     program = words[0]
     if program in _SHELL_WORDS or not _PROGRAM.fullmatch(program):
         path = _PATH.search(command)
-        others = (
+        programs = (
             word for word in words if _PROGRAM.fullmatch(word) and word[0] != "-" and word not in _SHELL_WORDS
         )
-        program = path[0] if path else next(others, "")
+        program = path[0] if path else next(programs, "")
     program = program.rpartition("/")[2]
     program = re.sub(r"[^A-Za-z0-9_-]+", "-", program).strip("-")[:_NAME_CHARACTERS_MAX]
     digits = hashlib.sha256(command.encode()).hexdigest()[:_HASH_DIGITS]
     return f"{program}-{digits}" if program else f"line-{number}"
 
 
-def _unique(name: str, names: set[str]) -> str:
+def _make_unique(name: str, names: set[str]) -> str:
     """Add a number, from 2 on, to a name that is already in `names`."""
-    number, unique = 1, name
-    while unique in names:
+    number, unique_name = 1, name
+    while unique_name in names:
         number += 1
-        unique = f"{name}-{number}"
-    return unique
+        unique_name = f"{name}-{number}"
+    return unique_name

@@ -67,20 +67,21 @@ def _answers(search: _Search | None, local_s: int) -> TypeGuard[_Search]:
 class Excluding:
     """The local times of a rule with excluded days (`LocalTimes`)."""
 
-    __slots__ = ("_excluded", "_last", "_last_own", "_targets", "_times", "runs_every_hour")
+    __slots__ = ("_excluded", "_last", "_last_unmoved", "_targets", "_times", "runs_every_hour")
 
     def __init__(self, times: LocalTimes, excluded: ExcludedDays) -> None:
-        """`times`: of the rule, with those of the excluded days."""
+        """`times`: the local times of the rule, also those on excluded days."""
         self._times, self._excluded = times, excluded
         self.runs_every_hour = times.runs_every_hour
-        # Only excluded days on which the rule has times: there may be a thousand others, for which no search should
-        # ask.
+        # Only excluded days on which the rule has times. There may be a thousand other days, which no search should
+        # look at.
         self._targets = [pair for pair in excluded.targets if self._has_times(pair[1])]
-        # The last search of all times, and that of times that did not move.
+        # The last search among all times, and the last search among times that did not move.
         self._last: _Search | None = None
-        self._last_own: _Search | None = None
+        self._last_unmoved: _Search | None = None
 
     def _has_times(self, day: int) -> bool:
+        """Check whether the rule has a local time on a day."""
         first_s = self._times.at_or_after(day * DAY_S)
         return first_s is not None and first_s // DAY_S == day
 
@@ -92,8 +93,8 @@ class Excluding:
         return last.found_s
 
     def _search(self, local_s: int) -> int | None:
-        """Find the first time among those of days that are not excluded and those that move to another day."""
-        found_s = self._own_at_or_after(local_s)
+        """Find the first local time that is not earlier, among unmoved times and times that move to another day."""
+        found_s = self._unmoved_at_or_after(local_s)
         targets = self._targets
         for target, day in targets[bisect_left(targets, (local_s // DAY_S,)) :]:
             if found_s is not None and found_s < target * DAY_S:
@@ -104,15 +105,15 @@ class Excluding:
                 found_s = moved_s + shift_s if found_s is None else min(found_s, moved_s + shift_s)
         return found_s
 
-    def _own_at_or_after(self, local_s: int) -> int | None:
+    def _unmoved_at_or_after(self, local_s: int) -> int | None:
         """Find the first time of the rule that is not earlier and on a day that is not excluded."""
         # The result stays in memory, because a search may walk over a thousand excluded days: of a rule for Mondays, a
         # thousand excluded Mondays.
-        last = self._last_own
+        last = self._last_unmoved
         if _answers(last, local_s):
             return last.found_s
         found_s = self._times.at_or_after(local_s)
         while found_s is not None and (day := found_s // DAY_S) in self._excluded:
             found_s = self._times.at_or_after(self._excluded.end(day) * DAY_S)
-        self._last_own = _Search(local_s, found_s)
+        self._last_unmoved = _Search(local_s, found_s)
         return found_s

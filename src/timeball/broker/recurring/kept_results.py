@@ -25,23 +25,23 @@ def cached(
     """
 
     def decorate(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
-        short, long = lru_cache(limits.RULES_KEPT)(function), dict[object, list[T]]()
-        changing = Lock()  # another thread must not change the dict while its first key is looked for
+        call_short, long_entries = lru_cache(limits.RULES_KEPT)(function), dict[object, list[T]]()
+        lock = Lock()  # another thread must not change `long_entries` while its first key is looked up
 
         @wraps(function)
         def call(text: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
             if len(text) <= limits.LONG_RULE_CHARACTERS:
-                return short(text, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
+                return call_short(text, *args, **kwargs)  # type: ignore[arg-type]  # all arguments are hashable
             # By a digest, so that a small result does not keep the text of its rule.
             key = hashlib.blake2b(text.encode(), digest_size=16).digest(), args, tuple(kwargs.items())
-            with changing:
-                results = long.pop(key, None)
+            with lock:
+                results = long_entries.pop(key, None)
             if results is None:
                 results = [function(text, *args, **kwargs)]
-            with changing:
-                long[key] = results  # at the end, so that it is removed last
-                if len(long) > long_results:
-                    del long[next(iter(long))]
+            with lock:
+                long_entries[key] = results  # at the end, so that it is removed last
+                if len(long_entries) > long_results:
+                    del long_entries[next(iter(long_entries))]
             return results[0]
 
         return call

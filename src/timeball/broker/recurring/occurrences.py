@@ -76,9 +76,9 @@ class ClockTimetable:
         at_s, until_s = -(-first_ms // 1_000), min(until_ms, self.ends_ms) // 1_000
         follows_clock = self.times.runs_every_hour
         at_or_after = self.times.at_or_after
-        found: list[Occurrence] = []
+        result: list[Occurrence] = []
         # One round for each period with one offset from UTC.
-        while at_s <= until_s and len(found) < limit:
+        while at_s <= until_s and len(result) < limit:
             period = self.zone.period(at_s * _SECOND_US)
             end_s, offset_s = period.end_us // _SECOND_US, period.offset_us // _SECOND_US
             # All local times before this one have been shown, or skipped, before the period.
@@ -88,21 +88,21 @@ class ClockTimetable:
             if not follows_clock and at_s * _SECOND_US == period.start_us and reached_s < local_s:
                 skipped_s = None if self.skips_gaps else at_or_after(reached_s)
                 if skipped_s is not None and skipped_s < local_s:
-                    found.append(Occurrence(at_s * 1_000, local_text(skipped_s)))
+                    result.append(Occurrence(at_s * 1_000, local_text(skipped_s)))
                     local_s += 1  # the first instant has its occurrence
             # In a repeated hour: local times that were shown before the period do not run again.
             elif not follows_clock and not self.runs_twice:
                 local_s = max(local_s, reached_s)
-            while len(found) < limit:
+            while len(result) < limit:
                 next_s = at_or_after(local_s)
                 if next_s is None or next_s - offset_s >= end_s:
                     break
                 if next_s - offset_s > until_s:
-                    return found
-                found.append(Occurrence((next_s - offset_s) * 1_000, local_text(next_s)))
+                    return result
+                result.append(Occurrence((next_s - offset_s) * 1_000, local_text(next_s)))
                 local_s = next_s + 1
             else:
-                return found
+                return result
             at_s = end_s
             # Go on with the period of `next_s`, and not with the next one, if no period between them can show an
             # earlier local time. No offset is a day or more, so this is true if the period ends a day later than
@@ -111,14 +111,16 @@ class ClockTimetable:
                 if next_s is None:
                     break
                 at_s = max(at_s, next_s - DAY_S)
-        return found
+        return result
 
     def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
         return np.array([each.due_ms for each in self.occurrences(after_ms, until_ms, limit)], np.int64)
 
     def ending_after(self, count: int) -> ClockTimetable:
-        first = self.occurrences(-1, self.ends_ms, count)
-        return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
+        first_occurrences = self.occurrences(-1, self.ends_ms, count)
+        return (
+            replace(self, ends_ms=first_occurrences[-1].due_ms) if len(first_occurrences) == count else self
+        )
 
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
         """Find a time just before the instant of `local`, or `after_ms` (see Timetable)."""
@@ -145,8 +147,8 @@ class IntervalTimetable:
         """Compute occurrences (see Timetable), one after another."""
         due_ms = self._at_or_after(max(after_ms + 1, self.starts_ms, 0))
         until_ms = min(until_ms, self.ends_ms)
-        found: list[Occurrence] = []
-        while due_ms <= until_ms and len(found) < limit:
+        result: list[Occurrence] = []
+        while due_ms <= until_ms and len(result) < limit:
             if self.excluded.days:
                 shown_us = due_ms * 1_000 + self.zone.offset_us(due_ms * 1_000)
                 day = shown_us // (DAY_S * _SECOND_US)
@@ -156,9 +158,9 @@ class IntervalTimetable:
                     # the next day. `next_day_us` has passed then, so the search goes on after `due_ms`.
                     due_ms = self._at_or_after(max(due_ms + 1, -(-next_day_us // 1_000)))
                     continue
-            found.append(Occurrence(due_ms, instant_text(due_ms)))
+            result.append(Occurrence(due_ms, instant_text(due_ms)))
             due_ms += self.interval_ms
-        return found
+        return result
 
     def instants(self, after_ms: int, until_ms: int, limit: int) -> Int64Array:
         """Compute the instants (see Timetable), all at once if no day is excluded."""
@@ -169,8 +171,10 @@ class IntervalTimetable:
         return first_ms + np.arange(max(0, min(count, limit)), dtype=np.int64) * self.interval_ms
 
     def ending_after(self, count: int) -> IntervalTimetable:
-        first = self.occurrences(-1, self.ends_ms, count)
-        return replace(self, ends_ms=first[-1].due_ms) if len(first) == count else self
+        first_occurrences = self.occurrences(-1, self.ends_ms, count)
+        return (
+            replace(self, ends_ms=first_occurrences[-1].due_ms) if len(first_occurrences) == count else self
+        )
 
     def resumes_after_ms(self, local: str, after_ms: int) -> int:
         return after_ms

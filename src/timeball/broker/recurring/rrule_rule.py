@@ -66,7 +66,7 @@ _TIMES_AT_ONCE = 32
 _TIMES_OF_DAY_MAX = 1_440  # dateutil makes a list of them for each search
 
 
-class _Found(NamedTuple):
+class _Expansion(NamedTuple):
     """The first local times of a rule from `from_s` on, without a gap. Empty if there are none from `from_s` on."""
 
     from_s: int
@@ -85,7 +85,7 @@ class RruleTimes:
     """
 
     __slots__ = (
-        "_arguments", "_excluded", "_first_s", "_found", "_frequency", "_interval", "_last_s", "_years",
+        "_arguments", "_excluded", "_expansion", "_first_s", "_frequency", "_interval", "_last_s", "_years",
         "ends_ms", "runs_every_hour", "text",
     )  # fmt: skip
 
@@ -98,15 +98,14 @@ class RruleTimes:
         `ends_ms` becomes the last instant of an occurrence, if UNTIL is an instant.
         """
         self.text, self._first_s = text, first_s
-        self._excluded: frozenset[int] = (
-            frozenset()
-        )  # set at the end, because COUNT includes excluded occurrences
+        # Empty until the end of this method, because COUNT includes excluded occurrences.
+        self._excluded: frozenset[int] = frozenset()
         self._frequency = _FREQUENCIES.index(parts["FREQ"])
         self._interval = int(parts.get("INTERVAL", 1))
         self._years = _SEARCHED_YEARS_MAX
         if self._frequency > _MONTHLY:
             self._years = min(_SEARCHED_YEARS * self._interval, _SEARCHED_YEARS_MAX)
-        self._arguments = _arguments(parts, local_datetime(first_s))
+        self._arguments = _build_arguments(parts, local_datetime(first_s))
         self.runs_every_hour = _runs_every_hour(parts, self._interval)
         until = parts.get("UNTIL", "")
         self.ends_ms, self._last_s = limits.INSTANT_MS_MAX, LAST_S
@@ -115,7 +114,7 @@ class RruleTimes:
             self._last_s = _last_reached_s(self.ends_ms, zone)
         elif until:
             self._last_s = local_seconds(datetime.fromisoformat(until))
-        self._found: _Found | None = None
+        self._expansion: _Expansion | None = None
         # Checked before `_check_first`, which would refuse a rule without an occurrence for another reason.
         if self._last_s < first_s:
             _refuse("UNTIL is before DTSTART, so there is no occurrence")
@@ -123,28 +122,28 @@ class RruleTimes:
         if "COUNT" in parts:
             count = int(parts["COUNT"])
             # The last occurrence is computed once, so that later searches need not begin at DTSTART.
-            counted = tuple(islice(self._expand(first_s, self._years), count))
-            if len(counted) < count:
+            first_times = tuple(islice(self._expand(first_s, self._years), count))
+            if len(first_times) < count:
                 _refuse(
-                    f"COUNT: only {len(counted)} occurrences are found in the next centuries; leave COUNT out"
+                    f"COUNT: only {len(first_times)} occurrences are found in the next centuries; leave COUNT out"
                 )
-            self._last_s = counted[-1]
-        self._excluded, self._found = excluded, None
+            self._last_s = first_times[-1]
+        self._excluded, self._expansion = excluded, None
 
     def at_or_after(self, local_s: int) -> int | None:
         """Find the first local time that is not earlier than `local_s`. None if `_years` from there on have none."""
         local_s = max(local_s, self._first_s)
         if local_s > self._last_s:
             return None
-        found = self._found
+        expansion = self._expansion
         # Most calls ask for later and later times, and the times of the last expansion answer them.
-        if found is None or local_s < found.from_s or local_s > found.until_s:
-            found = self._found = _Found(local_s, tuple(self._next_times(local_s)))
-        at = bisect_left(found.times, local_s)
-        return found.times[at] if at < len(found.times) else None
+        if expansion is None or local_s < expansion.from_s or local_s > expansion.until_s:
+            expansion = self._expansion = _Expansion(local_s, tuple(self._next_times(local_s)))
+        at = bisect_left(expansion.times, local_s)
+        return expansion.times[at] if at < len(expansion.times) else None
 
     def _next_times(self, from_s: int) -> Iterator[int]:
-        """Yield the local times from `from_s` on: at most _TIMES_AT_ONCE, and one that is more than a year later."""
+        """Yield the local times from `from_s` on: at most _TIMES_AT_ONCE, until one is more than a year later."""
         for local_s in islice(self._expand(from_s, self._years), _TIMES_AT_ONCE):
             yield local_s
             if local_s > from_s + 366 * DAY_S:
@@ -187,7 +186,7 @@ class RruleTimes:
         weekdays = [day[-2:] for day in parts["BYDAY"].split(",")] if "BYDAY" in parts else _WEEKDAYS
         if _WEEKDAYS[first.weekday()] not in weekdays:
             _refuse_first("BYDAY")
-        # Numbered weekdays, weeks and BYSETPOS depend on the period, so the one of DTSTART is expanded alone.
+        # Numbered weekdays, weeks and BYSETPOS depend on the period, so the period of DTSTART is expanded alone.
         if self._frequency in (_YEARLY, _MONTHLY) or "BYSETPOS" in parts:
             period = self._rrule(self._period_before(first), _ONE_PERIOD[self._frequency], self._first_s)
             if first not in list(period):
@@ -195,20 +194,18 @@ class RruleTimes:
         if next(self._expand(self._first_s, self._years), None) != self._first_s:
             _refuse_first("INTERVAL")
 
-    def _period_before(self, asked: datetime) -> datetime:
-        """Find the last period of the rule (a year, a month, …) that begins at or before a local time.
+    def _period_before(self, local: datetime) -> datetime:
+        """Find the begin of the last period of the rule (a year, a month, …) that begins at or before a local time.
 
-        Returns its begin.
-
-        With an interval of n, only every n-th period, counted from that of DTSTART, is one of the rule.
+        With an interval of n, only every n-th period, counted from that of DTSTART, is a period of the rule.
         """
         first, interval = local_datetime(self._first_s), self._interval
         midnight = first.replace(hour=0, minute=0, second=0)
         if self._frequency == _YEARLY:
-            year = first.year + (asked.year - first.year) // interval * interval
+            year = first.year + (local.year - first.year) // interval * interval
             return midnight.replace(year=year, month=1, day=1)
         if self._frequency == _MONTHLY:
-            months = (asked.year - first.year) * 12 + asked.month - first.month
+            months = (local.year - first.year) * 12 + local.month - first.month
             year, month = divmod(first.year * 12 + first.month - 1 + months // interval * interval, 12)
             return midnight.replace(year=year, month=month + 1, day=1)
         if self._frequency == _WEEKLY:
@@ -217,7 +214,7 @@ class RruleTimes:
         step = unit.get(self._frequency, timedelta(minutes=1)) * interval
         begin = {_HOURLY: first.replace(minute=0, second=0), _MINUTELY: first.replace(second=0)}
         start = begin.get(self._frequency, midnight)
-        return start + (asked - start) // step * step
+        return start + (local - start) // step * step
 
 
 def _last_reached_s(until_ms: int, zone: str) -> int:
@@ -227,7 +224,7 @@ def _last_reached_s(until_ms: int, zone: str) -> int:
     return min(max(until_ms * 1_000 + period.offset_us, period.reached_us - 1) // 1_000_000, LAST_S)
 
 
-def _arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
+def _build_arguments(parts: Mapping[str, str], first: datetime) -> dict[str, Any]:
     """Build the arguments of `dateutil.rrule`. For parts that are missing, it has the values of DTSTART (`first`)."""
     from dateutil.rrule import weekdays
 
@@ -338,17 +335,17 @@ def _read_local_time(name: str, parameters: str, value: str, zone: str) -> int:
         advice = "; for whole days, write them as `exclude`" if name == "EXDATE" else ""
         _refuse(f"{name}: {value[:30]!r} is no local time such as 20300131T090000{advice}")
     for parameter in parameters.split(";")[1:]:
-        key, _, given = parameter.partition("=")
-        if key.upper() == "TZID" and given != zone:
-            _refuse(f"{name}: TZID is {given}, but the zone of the rule is {zone}; write the same zone")
+        key, _, value_text = parameter.partition("=")
+        if key.upper() == "TZID" and value_text != zone:
+            _refuse(f"{name}: TZID is {value_text}, but the zone of the rule is {zone}; write the same zone")
         if key.upper() not in ("TZID", "VALUE"):
             _refuse(f"{name}: the parameter {key} is not understood; leave it out")
     if match[2] and zone != "UTC":
         _refuse(f"{name}: {value} is an instant; write the local time in {zone}, without Z")
-    return _parsed_time(name, match[1])
+    return _parse_time(name, match[1])
 
 
-def _parsed_time(name: str, value: str) -> int:
+def _parse_time(name: str, value: str) -> int:
     """Convert a local time such as 20300131T090000 to seconds. Raises InvalidDelay, also for years before 1970."""
     try:
         local_s = local_seconds(datetime.fromisoformat(value))
@@ -379,12 +376,12 @@ def _read_parts(text: str) -> dict[str, str]:
             re.fullmatch(r"[0-9]{1,5}", parts[name]) and 1 <= int(parts[name]) <= maximum
         ):
             _refuse(f"{name} is a number from 1 to {maximum}")
-    for name, (low, high, signed) in _NUMBERS.items():
+    for name, (low, high, is_signed) in _NUMBERS.items():
         for number in parts[name].split(",") if name in parts else ():
-            sign = "[+-]?" if signed else ""
+            sign = "[+-]?" if is_signed else ""
             if not re.fullmatch(sign + "[0-9]{1,3}", number) or not low <= abs(int(number)) <= high:
                 _refuse(
-                    f"{name}={number[:20]}: numbers from {low} to {high}{' or negative ones' if signed else ''}"
+                    f"{name}={number[:20]}: numbers from {low} to {high}{' or negative ones' if is_signed else ''}"
                 )
     for day in parts["BYDAY"].split(",") if "BYDAY" in parts else ():
         match = _BYDAY.fullmatch(day)
@@ -408,7 +405,7 @@ def _check_parts(parts: dict[str, str]) -> None:
                 f"UNTIL={parts['UNTIL'][:20]}: programs disagree about the last day of a date; "
                 "write a time, such as 20301231T235959"
             )
-        _parsed_time("UNTIL", match[1])
+        _parse_time("UNTIL", match[1])
     is_numbered = any(day[0] not in "MTWFS" for day in parts.get("BYDAY", "MO").split(","))
     if is_numbered and (frequency not in ("MONTHLY", "YEARLY") or "BYWEEKNO" in parts):
         _refuse("BYDAY has numbers only in a MONTHLY or YEARLY rule without BYWEEKNO; write the day alone")

@@ -88,7 +88,7 @@ class Rule:
     @classmethod
     def parse(cls, spec: Mapping[str, object]) -> Rule:
         """Parse a rule from the keys above. Raises InvalidDelay, which says how to write the rule instead."""
-        return cls.from_text(_text(_read(spec)))
+        return cls.from_text(_to_text(_read_spec(spec)))
 
     @classmethod
     def from_text(cls, text: str) -> Rule:
@@ -96,7 +96,7 @@ class Rule:
 
         Raises InvalidDelay.
         """
-        return _rule(text)
+        return _parse_rule(text)
 
     def spec(self) -> dict[str, object]:
         """Build the canonical form of the mapping: `parse(rule.spec()) == rule`."""
@@ -129,26 +129,27 @@ class Rule:
 
 
 @cached()
-def _rule(text: str) -> Rule:
+def _parse_rule(text: str) -> Rule:
     """Parse the text of a rule (`Rule.text`, or the JSON of any mapping that describes one). Raises InvalidDelay."""
     try:
-        given = msgspec.json.decode(text, type=dict[str, object])
+        fields = msgspec.json.decode(text, type=dict[str, object])
     except UNDECODABLE:
         raise InvalidDelay(f"rule: {shown(text)} is not a JSON object") from None
-    spec = _read(given)
-    return Rule(_text(spec), _timetable(spec))
+    spec = _read_spec(fields)
+    return Rule(_to_text(spec), _build_timetable(spec))
 
 
-def _text(spec: dict[str, object]) -> str:
+def _to_text(spec: dict[str, object]) -> str:
+    """Convert a canonical form to the text of its rule."""
     return msgspec.json.encode(spec).decode("utf-8")
 
 
 # ---- the canonical form -----------------------------------------------------------------------------------------
 
 
-def _read(given: Mapping[str, object]) -> dict[str, object]:
+def _read_spec(fields: Mapping[str, object]) -> dict[str, object]:
     """Check a mapping, and build its canonical form: keys in one order, without defaults. Raises InvalidDelay."""
-    spec = {key: value for key, value in given.items() if value is not None}
+    spec = {key: value for key, value in fields.items() if value is not None}
     for key in spec:
         if key not in _KEYS:
             _refuse("rule", key, f"is no key of a rule; {valid(str(key), _KEYS)}")
@@ -301,7 +302,7 @@ def _read_local_times(spec: Mapping[str, object]) -> tuple[int, ...]:
     times = set()
     for text in _read_list(spec, "at", example):
         # `fromisoformat` also reads a date alone, as midnight, which is rarely meant.
-        local = _parsed(text) if "T" in text else None
+        local = _parse_time(text) if "T" in text else None
         if local is None or local.tzinfo is not None or local.microsecond:
             _refuse(
                 "at",
@@ -320,7 +321,7 @@ def _read_moment(spec: Mapping[str, object], key: str, zone: Zone | None) -> tup
     Raises InvalidDelay.
     """
     text = _read_text(spec, key)
-    shown_time = _parsed(text) if "T" in text else None
+    shown_time = _parse_time(text) if "T" in text else None
     if shown_time is None or (shown_time.tzinfo is None and zone is None):
         local = "" if zone is None else ", or '2030-01-31T09:00' for a local time in the zone"
         _refuse(key, text, f"must be an instant such as '2030-01-31T09:00:00Z'{local}")
@@ -339,7 +340,7 @@ def _read_moment(spec: Mapping[str, object], key: str, zone: Zone | None) -> tup
     return local_text(local_s) if shown_time.tzinfo is None else instant_text(at_ms), at_ms
 
 
-def _parsed(text: str) -> datetime | None:
+def _parse_time(text: str) -> datetime | None:
     """Parse an ISO date or time, with or without an offset. None for other texts."""
     try:
         return datetime.fromisoformat(text)
@@ -354,7 +355,7 @@ def _refuse(key: str, value: object, advice: str) -> NoReturn:
 # ---- the timetable of a canonical form --------------------------------------------------------------------------
 
 
-def _timetable(spec: dict[str, object]) -> Timetable:
+def _build_timetable(spec: dict[str, object]) -> Timetable:
     """Build the timetable of a rule in its canonical form."""
     zone = load_zone(str(spec.get("zone", "UTC")))
     starts_ms = _read_moment(spec, "starts_at", zone)[1] if "starts_at" in spec else 0
@@ -367,7 +368,7 @@ def _timetable(spec: dict[str, object]) -> Timetable:
             zone=zone, excluded=excluded,
         )  # fmt: skip
     else:
-        times, times_end_ms = _local_times(spec, zone)
+        times, times_end_ms = _build_local_times(spec, zone)
         # With "after", the last times may move to days after the end of the recurrence rule, but not after `ends_at`.
         if spec.get("move") != "after":
             ends_ms = min(ends_ms, times_end_ms)
@@ -380,7 +381,7 @@ def _timetable(spec: dict[str, object]) -> Timetable:
     return timetable.ending_after(count) if isinstance(count, int) else timetable
 
 
-def _local_times(spec: dict[str, object], zone: Zone) -> tuple[LocalTimes, int]:
+def _build_local_times(spec: dict[str, object], zone: Zone) -> tuple[LocalTimes, int]:
     """Build the local times of a rule. Returns them, and the last instant that an rrule's UNTIL allows."""
     if "cron" in spec:
         return parse_cron(_read_text(spec, "cron"), _read_flag(spec, "seconds")), limits.INSTANT_MS_MAX

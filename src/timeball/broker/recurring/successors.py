@@ -65,9 +65,8 @@ logger = logging.getLogger(__name__)
 MISSED, OVERLAP = "missed", "overlap"
 
 COSTLY_CHARACTERS = 256  # a longer rule counts as costly
-OCCURRENCES_AT_ONCE = (
-    16  # in a part (`Successors.parts`): a rule that was not evaluated before takes 0.1 ms or more
-)
+# Occurrences in a part (`Successors.parts`): a rule that was not evaluated before takes 0.1 ms or more.
+OCCURRENCES_AT_ONCE = 16
 FEW_ROWS = 64  # for more rows, columns cost less
 
 _SCHEDULE = f"{SCHEDULE}{PROPERTY_NAME_END}"
@@ -99,7 +98,7 @@ def first_after(rule: str, after_ms: int) -> Occurrence | None:
 
 def compute(rule: str, after_ms: int) -> None:
     """Fill the cache of `first_after` for `after_ms`. Raises nothing."""
-    with suppress(Exception):  # raised again by that call
+    with suppress(Exception):  # the next call of `first_after` raises it again
         first_after(rule, after_ms)
 
 
@@ -122,16 +121,16 @@ def last_until(rule: str, after_ms: int, until_ms: int) -> Occurrence | None:
     low_ms, high_ms = last.due_ms, until_ms
     while low_ms < high_ms:
         middle_ms = (low_ms + high_ms) // 2
-        found = first_after(rule, middle_ms)
-        if found is not None and found.due_ms <= until_ms:
-            last, low_ms = found, found.due_ms
+        later = first_after(rule, middle_ms)
+        if later is not None and later.due_ms <= until_ms:
+            last, low_ms = later, later.due_ms
         else:
             high_ms = middle_ms
     return last
 
 
 def last_times(rule: str, after_ms: int, until_ms: int, number: int) -> list[Occurrence]:
-    """Find the last occurrences, at most `number`, of those that `last_until` considers. The newest is first."""
+    """Find the last occurrences in the range of `last_until`, at most `number`, newest first. Raises InvalidDelay."""
     occurrences = list[Occurrence]()
     while len(occurrences) < number and (last := last_until(rule, after_ms, until_ms)) is not None:
         occurrences.append(last)
@@ -142,9 +141,9 @@ def last_times(rule: str, after_ms: int, until_ms: int, number: int) -> list[Occ
 def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | None:
     """Choose the next occurrence to deliver, later than `after_ms`. None if the rule has ended.
 
-    It differs from the next one of the rule if that was missed (due SCHEDULE_MISSED_MS ago or earlier). Then
-    `facts.catch_up` decides: "all" delivers the missed ones within `catch_up_within_ms` one by one, "none" none of
-    them, any other value the last of them. Raises InvalidDelay.
+    It differs from the next occurrence of the rule if that was missed (due SCHEDULE_MISSED_MS ago or earlier). Then
+    `facts.catch_up` decides: "all" delivers the missed occurrences within `catch_up_within_ms` one by one, "none"
+    delivers none of them, and any other value delivers the last of them. Raises InvalidDelay.
     """
     rule = facts.rule_text
     first = first_after(rule, after_ms)
@@ -152,7 +151,7 @@ def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | Non
     missed_ms = (now_ms - limits.SCHEDULE_MISSED_MS) // limits.SECOND_MS * limits.SECOND_MS
     if first is None or first.due_ms > missed_ms:
         return first
-    oldest_ms = missed_ms - facts.catch_up_within_ms  # older ones are not delivered
+    oldest_ms = missed_ms - facts.catch_up_within_ms  # older occurrences are not delivered
     if facts.catch_up == "all":
         return first if first.due_ms > oldest_ms else first_after(rule, oldest_ms)
     current = first_after(rule, missed_ms)
@@ -205,7 +204,7 @@ def decide(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Decision:
 def following(
     name: str,
     facts: ScheduleFacts,
-    before: Progress | None,
+    old_progress: Progress | None,
     after_ms: int,
     now_ms: int,
     *,
@@ -213,12 +212,12 @@ def following(
 ) -> Next:
     """Build the state of an active schedule after `after_ms`, by `decide`. A failure is logged.
 
-    `before`: the present progress, of which the counts stay. None for a new schedule. `is_put`: `facts` are new.
+    `old_progress`: the progress so far, whose counts stay. None for a new schedule. `is_put`: `facts` are new.
     """
     decision = decide(facts, after_ms, now_ms)
     if decision.error and not is_put:  # a put is refused with this reason
         logger.error("schedule failed name=%s error=%s", name, decision.error)
-    last = before or Progress(State.ACTIVE, after_ms)
+    last = old_progress or Progress(State.ACTIVE, after_ms)
     # The number of the next occurrence is known when its row is appended.
     progress = msgspec.structs.replace(
         last, state=decision.state, after_ms=after_ms, number=0, due_ms=0, at_ms=0, error=decision.error
@@ -228,10 +227,10 @@ def following(
 
 def decide_hand_out(facts: ScheduleFacts, due_ms: int, now_ms: int) -> Decision:
     """Decide what follows the occurrence at `due_ms`, which is handed out now, and whether it was missed itself."""
-    after = decide(facts, due_ms, now_ms)
-    # Nearly all occurrences are released within milliseconds. For these the rule is not evaluated again.
+    decision = decide(facts, due_ms, now_ms)
+    # Nearly all occurrences are released within milliseconds, and their rule is not evaluated again.
     is_missed = now_ms - due_ms > limits.SCHEDULE_MISSED_MS and _is_replaced(facts, due_ms, now_ms)
-    return after._replace(is_missed=is_missed)
+    return decision._replace(is_missed=is_missed)
 
 
 def _is_replaced(facts: ScheduleFacts, due_ms: int, now_ms: int) -> bool:
@@ -307,13 +306,13 @@ class _Plain(NamedTuple):
     nexts: list[Occurrence]
 
 
-_NONE = Occurrence(0, "")
+_NO_OCCURRENCE = Occurrence(0, "")
 
 
 def _compute_ahead(rule: str, due_ms: int) -> None:
     """Let a thread compute the occurrence after `due_ms`, if the rule is costly.
 
-    `first_after` has it at the release.
+    `first_after` then finds it in its cache at the release.
     """
     if is_costly(rule):
         asyncio.get_running_loop().run_in_executor(None, compute, rule, due_ms)
@@ -360,19 +359,19 @@ class Successors:
         # One call for all messages: a look-up for each would take as long as everything else.
         slots = self.occurrences.slots(numbers)
         indexes = np.flatnonzero(slots >= 0)
-        many = None
+        plain = None
         if len(indexes) > FEW_ROWS:
-            many, indexes = self._split_plain(slots, indexes, now_ms, is_cancelled | is_expired)
+            plain, indexes = self._split_plain(slots, indexes, now_ms, is_cancelled | is_expired)
         cancelled, nexts = dict[int, str](), list[Next]()
         decisions = dict[tuple[int, int], Decision]()  # of all schedules with equal rules, by plan and time
         schedules = zip(
             indexes.tolist(), slots[indexes].tolist(), self._schedules.at(slots[indexes]), strict=True
         )
-        for index, slot, (name, facts, before, plan) in schedules:
-            due_ms = before.due_ms
+        for index, slot, (name, facts, old_progress, plan) in schedules:
+            due_ms = old_progress.due_ms
             # A cancel applies to one occurrence only, so the schedule goes on.
             if is_cancelled[index]:
-                nexts.append(following(name, facts, before, due_ms, now_ms))
+                nexts.append(following(name, facts, old_progress, due_ms, now_ms))
                 continue
             decision = decisions.get((plan, due_ms))
             if decision is None:
@@ -380,32 +379,33 @@ class Successors:
             occurrence, state, error, is_missed = decision
             # An expired message is no run, so the last run stays the one with which the next may overlap.
             if is_expired[index] and not is_missed:
-                nexts.append(following(name, facts, before, due_ms, now_ms))
+                nexts.append(following(name, facts, old_progress, due_ms, now_ms))
                 continue
             if error:
                 logger.error("schedule failed name=%s error=%s", name, error)
-            # A missed occurrence is not checked for an overlap: the one that replaces it is.
-            if is_missed or self._overlaps(facts, before):
+            # A missed occurrence is not checked for an overlap. The occurrence that replaces it is checked.
+            if is_missed or self._overlaps(facts, old_progress):
                 cancelled[index] = MISSED if is_missed else OVERLAP
                 progress = Progress(
-                    state, due_ms, runs=before.runs, last_due_ms=before.last_due_ms, last_ms=before.last_ms,
-                    error=error, last_queue=before.last_queue, last_offset=before.last_offset,
+                    state, due_ms, runs=old_progress.runs, last_due_ms=old_progress.last_due_ms,
+                    last_ms=old_progress.last_ms,
+                    error=error, last_queue=old_progress.last_queue, last_offset=old_progress.last_offset,
                 )  # fmt: skip
                 nexts.append(Next(name, facts, progress, occurrence, slot=slot))
                 continue
             progress = Progress(
-                state, due_ms, runs=before.runs + 1, last_due_ms=due_ms, last_ms=now_ms, error=error
+                state, due_ms, runs=old_progress.runs + 1, last_due_ms=due_ms, last_ms=now_ms, error=error
             )
             nexts.append(Next(name, facts, progress, occurrence, slot=slot, release_index=index))
-        if many is None:
+        if plain is None:
             return self.continuation(nexts, now_ms, cancelled)
 
         def build(first_seq: int, positions: Positions | None) -> tuple[pa.RecordBatch, Callable[[], None]]:
-            """Build the rows of `nexts`, then those of `many`."""
+            """Build the rows of `nexts`, then the rows of `plain`."""
             if not nexts:
-                return self._build_plain(many, first_seq, now_ms)
+                return self._build_plain(plain, first_seq, now_ms)
             rows, keep = self._build(nexts, first_seq, positions, now_ms)
-            plain_rows, keep_plain = self._build_plain(many, first_seq + rows.num_rows, now_ms)
+            plain_rows, keep_plain = self._build_plain(plain, first_seq + rows.num_rows, now_ms)
 
             def keep_all() -> None:
                 keep()
@@ -413,15 +413,17 @@ class Successors:
 
             return pa.concat_batches([rows, plain_rows]), keep_all
 
-        return Continuation(build, cancelled, len(nexts) + len(many.schedules.slots))
+        return Continuation(build, cancelled, len(nexts) + len(plain.schedules.slots))
 
     def _split_plain(
         self, slots: Int64Array, indexes: Int64Array, now_ms: int, is_ended: Bools
     ) -> tuple[_Plain | None, Int64Array]:
-        """Split off the schedules that can be continued as columns, as nearly all can. Returns them, and other indexes.
+        """Select the schedules that can be continued as columns, as nearly all can.
 
-        These are schedules without a group, whose occurrence is released, and that have a next one. `slots` and
-        `is_ended` (cancelled or expired) have a value for each message, `indexes` are those of the occurrences.
+        Returns them (None if there are none), and the indexes of the other occurrences.
+
+        A schedule can if it has no group, its occurrence is released, and it has a next one. `slots` and
+        `is_ended` (cancelled or expired) have a value for each message, `indexes` are the indexes of the occurrences.
         """
         schedules = self._schedules.many_at(slots[indexes])
         codes, codes_by_rule = list[int](), dict[tuple[int, int], int]()
@@ -434,7 +436,7 @@ class Successors:
                 facts = self._schedules.facts_of(plan, schedules.templates[at])
                 decision = decide_hand_out(facts, due_ms, now_ms)
                 is_plain_rule.append(not (facts.group or decision.is_missed or decision.occurrence is None))
-                nexts.append(decision.occurrence or _NONE)
+                nexts.append(decision.occurrence or _NO_OCCURRENCE)
                 if is_plain_rule[-1]:
                     _compute_ahead(facts.rule_text, nexts[-1].due_ms)
             codes.append(code_of_rule)
@@ -483,8 +485,8 @@ class Successors:
         """
         slots = self.occurrences.slots(np.array(numbers, np.int64))
         nexts = [
-            following(name, facts, before, before.due_ms, now_ms)
-            for name, facts, before, _ in self._schedules.at(slots[slots >= 0])
+            following(name, facts, old_progress, old_progress.due_ms, now_ms)
+            for name, facts, old_progress, _ in self._schedules.at(slots[slots >= 0])
         ]
         return self.continuation(nexts, now_ms) if nexts else None
 
@@ -498,12 +500,14 @@ class Successors:
             len(nexts),
         )
 
-    def _overlaps(self, facts: ScheduleFacts, before: Progress) -> bool:
+    def _overlaps(self, facts: ScheduleFacts, old_progress: Progress) -> bool:
         """Check whether the group of a schedule has not finished its previous occurrence. False without a group."""
         # The first run of a schedule overlaps with nothing.
-        if not facts.group or before.last_queue < 0:
+        if not facts.group or old_progress.last_queue < 0:
             return False
-        return not self._has_finished(facts.group, facts.topic, before.last_queue, before.last_offset)
+        return not self._has_finished(
+            facts.group, facts.topic, old_progress.last_queue, old_progress.last_offset
+        )
 
     def _build(
         self, nexts: Sequence[Next], first_seq: int, positions: Positions | None, now_ms: int
