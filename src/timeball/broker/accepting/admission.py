@@ -186,12 +186,13 @@ def encode_for_backlog(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> p
 
 
 def _is_in_backlog(rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Compute a mask of the scheduled messages among these rows, without those of delay levels (`DelayLevels`)."""
+    """Compute a mask of the scheduled messages among these rows, without messages of delay levels (`DelayLevels`)."""
     is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
     return np.asarray(is_scheduled & np.asarray(rows.column("queue_offset").is_null()))
 
 
 def _check_size(size_bytes: int) -> None:
+    """Raise OverLimit for a request of too many bytes."""
     if size_bytes > limits.REQUEST_BYTES_MAX:
         raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.REQUEST_BYTES_MAX}: split it")
 
@@ -222,6 +223,7 @@ def _cast_columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
 
 
 def _cast(name: str, column: pa.Array, stored_type: pa.DataType) -> pa.Array:
+    """Cast a column to its stored type. Raises InvalidMessage, also for a column of times or durations."""
     if pa.types.is_temporal(column.type):
         # A cast could read seconds as milliseconds, and deliver at once a message that is due next year.
         raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {stored_type}")
@@ -272,7 +274,7 @@ def _delay_levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable
 
 
 def _column_or_default(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:
-    """Find a column, with `default` in place of its nulls. The default itself if the column is missing."""
+    """Find a column, with `default` in place of its nulls. Returns `default` if the column is missing."""
     column = columns.get(name)
     if column is None:
         return default
@@ -397,7 +399,7 @@ def as_batch(sends: ParsedSends) -> SendBatch:
 def log_rows(
     rows: Sequence[SendRow], topics: Mapping[str, Topic], now_ms: int, host: str, build: Build
 ) -> SmallBatch:
-    """Encode plain rows (`are_plain`), and choose the queue offsets of those without a due time.
+    """Encode plain rows (`are_plain`), and choose the queue offsets of the rows without a due time.
 
     `topics` contains every topic of the rows. Call `QueueOffsets.reserve_offsets` after the append. Raises Arrow's
     errors for bad values: a number out of its column's range, or half a surrogate pair.

@@ -398,6 +398,7 @@ class Appender:
     def _prepare_and_append(
         self, rows: pa.RecordBatch, level: Int64Array | None, now_ms: int
     ) -> tuple[Accepted, asyncio.Future[int]]:
+        """Prepare admitted rows, and append them. Raises the errors of `prepare`."""
         first_seq, rows, durable = self.append(self.prepare(rows, now_ms, level))
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
@@ -411,8 +412,8 @@ class Appender:
     ) -> Appended:
         """Assign queue offsets to prepared rows (all or some of the rows of `prepare`), and append them in one frame.
 
-        `then` is called in log order when the rows are durable and the caches are up to date. `is_duration` states that
-        all scheduled messages among them are due after a duration, although their rows do not show it. The frame also
+        `then` is called in log order when the rows are durable and the caches are up to date. `is_duration`: all
+        scheduled messages among the rows are due after a duration, although their rows do not show it. The frame also
         contains the rows of `continuation`, which continue the schedules of occurrences that `rows` end.
         """
         kinds = rows.column("kind").to_numpy()
@@ -480,7 +481,10 @@ class Appender:
         return self._writer.append(build(moved), on_durable=on_durable)[1]
 
     def _assign_offsets(self, rows: pa.RecordBatch, indexes: Int64Array) -> tuple[pa.RecordBatch, Placement]:
-        """Assign queues and offsets to the rows at these indexes. The other rows have a null offset."""
+        """Assign queues and offsets to the rows at these indexes. The other rows have a null offset.
+
+        Returns all rows, and the placement of the rows at `indexes`.
+        """
         # Usually all rows get an offset. Then two columns are replaced, and no row is copied.
         if len(indexes) == rows.num_rows:
             placement = self._topics.place(rows)
@@ -518,28 +522,28 @@ class Appender:
     def add_scheduled(self, rows: pa.RecordBatch, first_seq: int, *, is_duration: bool = False) -> None:
         """Add the scheduled messages among durable rows (LOG_SCHEMA) to the schedule. `is_duration` as for `append`."""
         kinds = rows.column("kind").to_numpy()
-        scheduled = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
-        if scheduled.any():
-            self._add_scheduled(rows, first_seq, scheduled, is_duration=is_duration)
+        is_scheduled = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
+        if is_scheduled.any():
+            self._add_scheduled(rows, first_seq, is_scheduled, is_duration=is_duration)
 
     def _announce(self, placement: Placement | QueueOffsets) -> None:
         """Count rows that became visible, and wake their consumers. Called after the rows are in the queue indexes."""
         self._waiters.wake_queues(placement.count(self._rates))
 
     def _add_scheduled(
-        self, rows: pa.RecordBatch, first_seq: int, scheduled: BoolArray, *, is_duration: bool
+        self, rows: pa.RecordBatch, first_seq: int, is_scheduled: BoolArray, *, is_duration: bool
     ) -> None:
-        """Add the messages in the mask `scheduled` to the schedule: to the delay levels, or to the backlog."""
+        """Add the messages in the mask `is_scheduled` to the schedule: to the delay levels, or to the backlog."""
         scheduled_rows = with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
         # A scheduled message with a queue offset has a delay level. Only `levels` schedules it.
-        in_level = scheduled & np.asarray(rows.column("queue_offset").is_valid())
-        if in_level.any():
-            level_rows = scheduled_rows.filter(pa.array(in_level))
+        is_level = is_scheduled & np.asarray(rows.column("queue_offset").is_valid())
+        if is_level.any():
+            level_rows = scheduled_rows.filter(pa.array(is_level))
             self._scheduling.scheduler.add(self._scheduling.levels, level_rows, pairs_of(level_rows), now_ms)
-            scheduled = scheduled & ~in_level
-        if scheduled.any():
-            due_rows = scheduled_rows if scheduled.all() else scheduled_rows.filter(pa.array(scheduled))
+            is_scheduled = is_scheduled & ~is_level
+        if is_scheduled.any():
+            due_rows = scheduled_rows if is_scheduled.all() else scheduled_rows.filter(pa.array(is_scheduled))
             stored_bytes = int(stored_sizes(due_rows).sum())
             duration_mask = durations.is_duration(due_rows)
             if is_duration:
@@ -557,10 +561,10 @@ class Appender:
         next_seq: int,
         duration_mask: BoolArray | None,
     ) -> None:
-        """Add durable messages to the schedule, without those of delay levels.
+        """Add durable messages that have no delay level to the schedule.
 
         They were stored at `now_ms`, in rows before `next_seq`. `stored_bytes` is their size as RocketMQ would store
-        them. `duration_mask` selects the messages that are due after a duration. None if there are none.
+        them. `duration_mask` selects the messages that are due after a duration. None if no message is.
         """
         # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
         self._rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
@@ -570,6 +574,7 @@ class Appender:
 
 
 def _with_offsets(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:
+    """Replace the columns `queue_id` and `queue_offset` of rows."""
     columns = rows.columns
     columns[_QUEUE_ID], columns[_QUEUE_OFFSET] = queue_id, queue_offset
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)

@@ -105,7 +105,7 @@ class Delivery:
         It calls `on_visible` with the queues that have new messages, as (topic, queue number). It calls the `observers`
         with the rows (READ_SCHEMA) that were released, and the time in ms. `successors` continues the schedules of
         released occurrences. `add_scheduled` adds durable rows to the schedule (`Appender.add_scheduled`). `selections`
-        may cancel or delay messages that the schedule hands out. `encode_scheduled` converts the rows of delayed ones
+        may cancel or delay messages that the schedule hands out. `encode_scheduled` converts rows of delayed messages
         to the form that the log stores (`Appender.encode_scheduled`).
         """
         self._clock, self._writer, self._topics = clock, writer, topics
@@ -142,6 +142,7 @@ class Delivery:
                     frame_rows, now_ms, None if states is None else states.part(slice(begin, end))
                 )
                 begin = end
+            # The future of the last frame is enough: frames become durable in the order of their appends.
             return durable
         values = values_if_few(scheduled_rows)
         if values is not None:
@@ -172,7 +173,7 @@ class Delivery:
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
-        """Append the releases of one frame of messages, or the CANCEL rows of those that have expired."""
+        """Append the releases of one frame of messages. If some have expired, `_release_or_cancel` appends all rows."""
         if find_expired(scheduled_rows, now_ms) is not None:
             return self._release_or_cancel(scheduled_rows, now_ms, None)
         rows, placement = self._place(scheduled_rows, now_ms)
@@ -230,26 +231,26 @@ class Delivery:
         began_ns = self._clock.clock.monotonic_ns()
         seq = int64(scheduled_rows.column("seq"))
         selection_cancels, must_wait = _split_by_state(scheduled_rows, now_ms, states)
-        moved_rows = scheduled_rows if states is None else self._into_topics(scheduled_rows, states)
-        expired = _find_expired(moved_rows, now_ms, states)
+        rerouted_rows = scheduled_rows if states is None else self._into_topics(scheduled_rows, states)
+        expired = _find_expired(rerouted_rows, now_ms, states)
         # A selection decides first: a message that it cancels or delays is not among the expired ones.
-        none = np.zeros(len(seq), np.bool_)
-        is_expired = none if expired is None else expired.any_of & ~(selection_cancels | must_wait)
+        no_message = np.zeros(len(seq), np.bool_)
+        is_expired = no_message if expired is None else expired.any_of & ~(selection_cancels | must_wait)
         # An occurrence that waits leaves its schedule, as if it was rescheduled.
         continuation = self._successors.after_release(seq, now_ms, selection_cancels | must_wait, is_expired)
         if continuation.occurrences:
             self._measure_rules(began_ns, continuation.occurrences)
-        # Of messages that the rules below cancel. "" for others, also for those that selections cancel.
+        # The reasons of the cancels below. "" for all other messages, also for messages that selections cancel.
         reasons = np.full(len(seq), "", object)
         for index, reason in continuation.cancelled.items():
             reasons[index] = reason
         # An occurrence that was also missed is not delivered at all, so it is not moved either.
         is_expired = is_expired & (reasons == "")
-        released, parts, placement = moved_rows, list[pa.RecordBatch](), None
+        released, parts, placement = rerouted_rows, list[pa.RecordBatch](), None
         if expired is not None:
-            moved = self._can_move(moved_rows, expired.moved & is_expired)
+            moved = self._can_move(rerouted_rows, expired.moved & is_expired)
             reasons[is_expired & ~moved] = EXPIRED
-            released = _into_expired_topics(moved_rows, moved)
+            released = _into_expired_topics(rerouted_rows, moved)
         not_released = selection_cancels | must_wait | (reasons != "")
         if not_released.any():
             released = released.filter(pa.array(~not_released))
@@ -260,7 +261,9 @@ class Delivery:
             rows = scheduled_rows.filter(pa.array(reasons == reason))
             parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
         cancelled = (
-            [] if states is None else self._selected_rows(scheduled_rows, now_ms, states, selection_cancels)
+            []
+            if states is None
+            else self._build_selected_cancels(scheduled_rows, now_ms, states, selection_cancels)
         )
         parts += [rows for _, rows in cancelled]
         woken = None
@@ -270,12 +273,12 @@ class Delivery:
         # Read only now, because the creation of topics above appends rows.
         first_seq = self._writer.next_seq
         positions = (
-            None if placement is None else _positions(placement, ~not_released, scheduled_rows, moved_rows)
+            None if placement is None else _positions(placement, ~not_released, scheduled_rows, rerouted_rows)
         )
         # Each due message has exactly one row in `parts`, so these rows follow after that many.
         added, added_seq = continuation.rows(first_seq + len(seq), positions), first_seq + len(seq)
         begin_ms = np.maximum(int64(released.column("due_ms")), int64(released.column("store_ms")))
-        expired_topics = _topics_in(moved_rows, is_expired)
+        expired_topics = _topics_in(rerouted_rows, is_expired)
 
         def on_durable() -> None:
             pairs = pairs_of(scheduled_rows)
@@ -330,7 +333,7 @@ class Delivery:
         measured_ns = min((self._clock.clock.monotonic_ns() - began_ns) // occurrences, HOLD_NS)
         self.indexing.occurrence_ns = max(measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
 
-    def _selected_rows(
+    def _build_selected_cancels(
         self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States, selection_cancels: Bools
     ) -> list[tuple[str, pa.RecordBatch]]:
         """Build the CANCEL rows of each selection, and count their messages. Returns (selection id, rows)."""
@@ -345,13 +348,13 @@ class Delivery:
             parts.append((name, cancel_rows(rows, now_ms, facts.reason_properties(name))))
         return parts
 
-    def _can_move(self, scheduled_rows: pa.RecordBatch, moved: Bools) -> Bools:
-        """Create the %EXPIRED% topics of the messages in the mask `moved`. Returns the mask of those that have one.
+    def _can_move(self, scheduled_rows: pa.RecordBatch, is_moved: Bools) -> Bools:
+        """Create the %EXPIRED% topics of the messages in the mask `is_moved`. Returns a mask of messages that have one.
 
         A topic is missing if it cannot be created (OverLimit).
         """
-        can_move, topics = moved.copy(), scheduled_rows.column("topic")
-        for name in topics.filter(pa.array(moved)).unique().to_pylist():
+        can_move, topics = is_moved.copy(), scheduled_rows.column("topic")
+        for name in topics.filter(pa.array(is_moved)).unique().to_pylist():
             try:
                 self._topics.ensure(EXPIRED_PREFIX + name)
             except OverLimit:  # a release must not fail, so the message is cancelled
@@ -381,13 +384,14 @@ class Delivery:
         begin_ms: Int64Array,
         first_seq: int,
         placement: Placement | QueueOffsets | None,
-        cancelled: Bools | None = None,
+        not_released: Bools | None = None,
     ) -> None:
         """Update the caches and wake consumers: the rows of a hand-out are durable.
 
-        `pairs` are all messages of the hand-out, `cancelled` is a mask of those that were not released, None if all
-        were. `scheduled_rows` are the released ones, with queue offsets in `placement`, and `begin_ms` contains the
-        times from which their lateness counts.
+        `pairs` are the due times and numbers of all messages of the hand-out. `not_released` is a mask of messages that
+        got a CANCEL or MOVED row, None if there are none. `scheduled_rows` are the released messages, with queue
+        offsets in `placement` (None without released messages), and `begin_ms` contains the times from which their
+        lateness counts.
         """
         began_ns = self._clock.clock.monotonic_ns()
         seq = pairs[1]
@@ -397,7 +401,7 @@ class Delivery:
             queues = placement.count(self._rates, released=True)
         now_ms = self._clock.now_ms()
         # After the index: consumers must find the message before it counts as released.
-        self._scheduler.released(seq, cancelled)
+        self._scheduler.released(seq, not_released)
         if self._redeliveries.waiting_rows:
             # Messages in NumberedRows were never moved, so their `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
@@ -449,7 +453,7 @@ class Delivery:
 def _split_by_state(
     scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None
 ) -> tuple[Bools, Bools]:
-    """Compute masks of the messages that selections cancel now, and of those that must wait. No message is in both."""
+    """Compute a mask of messages that selections cancel now, and one of messages that must wait. They do not overlap."""
     if states is None:
         return np.zeros(scheduled_rows.num_rows, np.bool_), np.zeros(scheduled_rows.num_rows, np.bool_)
     # Cancelled messages are cancelled for good when they are due. A held one waits once, so that an undo restores it.
@@ -559,7 +563,7 @@ def cancel_rows(scheduled_rows: pa.RecordBatch, now_ms: int, properties: str) ->
 
 
 def _positions(
-    placement: Placement, is_released: Bools, scheduled_rows: pa.RecordBatch, moved_rows: pa.RecordBatch
+    placement: Placement, is_released: Bools, scheduled_rows: pa.RecordBatch, rerouted_rows: pa.RecordBatch
 ) -> Positions:
     """List the queue and the offset of each message of a frame. Both are -1 for a message that is not released.
 
@@ -568,18 +572,18 @@ def _positions(
     queues, offsets = (np.full(len(is_released), -1, np.int64) for _ in range(2))
     # A value for every message of the frame, because a continuation knows messages by their index in it.
     queues[is_released], offsets[is_released] = placement.queue_id, placement.queue_offset
-    if moved_rows is not scheduled_rows:
-        is_moved = pc.not_equal(moved_rows.column("topic"), scheduled_rows.column("topic"))
+    if rerouted_rows is not scheduled_rows:
+        is_moved = pc.not_equal(rerouted_rows.column("topic"), scheduled_rows.column("topic"))
         queues[is_moved.to_numpy(zero_copy_only=False)] = -1
     return queues, offsets
 
 
-def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.RecordBatch:
-    """Set the topics of the messages in the mask `moved` to %EXPIRED%<topic>."""
-    if not moved.any():
+def _into_expired_topics(scheduled_rows: pa.RecordBatch, is_moved: Bools) -> pa.RecordBatch:
+    """Set the topics of the messages in the mask `is_moved` to %EXPIRED%<topic>."""
+    if not is_moved.any():
         return scheduled_rows
     mask, topics, queue_ids = (
-        pa.array(moved),
+        pa.array(is_moved),
         scheduled_rows.column("topic"),
         scheduled_rows.column("queue_id"),
     )
@@ -591,7 +595,7 @@ def _into_expired_topics(scheduled_rows: pa.RecordBatch, moved: Bools) -> pa.Rec
 
 
 def _topics_in(scheduled_rows: pa.RecordBatch, is_expired: Bools) -> list[str]:
-    """List the topic of each expired message."""
+    """List the topic of each message in the mask `is_expired`."""
     if not is_expired.any():
         return []
     topics: list[str] = scheduled_rows.column("topic").filter(pa.array(is_expired)).to_pylist()

@@ -39,7 +39,7 @@ _STAY_PREFIXES = (RETRY_PREFIX, DLQ_PREFIX, EXPIRED_PREFIX)
 
 
 class Expired(NamedTuple):
-    """Masks of the messages that have expired: those to cancel, and those to move."""
+    """Masks of the expired messages: messages to cancel, and messages to move to %EXPIRED%<topic>."""
 
     cancelled: Bools
     moved: Bools
@@ -68,22 +68,22 @@ def find_expired(scheduled_rows: pa.RecordBatch, now_ms: int) -> Expired | None:
     _set_numbers(last_ms, message, texts, EXPIRES_MS, np.zeros(len(index), np.int64))
     # After the times, because a duration replaces a time, even if the duration is no number.
     _set_numbers(last_ms, message, texts, EXPIRES_AFTER_MS, int64(scheduled_rows.column("due_ms"))[index])
-    moves = np.zeros(len(index), np.bool_)
+    is_moved = np.zeros(len(index), np.bool_)
     values, message_index = _values(message, texts, ON_EXPIRY)
-    moves[message_index] = pc.equal(values, "move").to_numpy(zero_copy_only=False)
+    is_moved[message_index] = pc.equal(values, "move").to_numpy(zero_copy_only=False)
     # The messages of these topics have been delivered before, or have expired already.
-    stays = np.zeros(len(index), np.bool_)
+    never_expires = np.zeros(len(index), np.bool_)
     topics = scheduled_rows.column("topic").take(pa.array(index))
     for prefix in _STAY_PREFIXES:
-        stays |= pc.starts_with(topics, prefix).to_numpy(zero_copy_only=False)
-    is_late = (last_ms < now_ms) & ~stays
+        never_expires |= pc.starts_with(topics, prefix).to_numpy(zero_copy_only=False)
+    is_late = (last_ms < now_ms) & ~never_expires
     # Usually no message is late, and then the frame is released like any other.
     if not is_late.any():
         return None
     count = scheduled_rows.num_rows
     expired = Expired(np.zeros(count, np.bool_), np.zeros(count, np.bool_))
-    expired.cancelled[index[is_late & ~moves]] = True
-    expired.moved[index[is_late & moves]] = True
+    expired.cancelled[index[is_late & ~is_moved]] = True
+    expired.moved[index[is_late & is_moved]] = True
     return expired
 
 

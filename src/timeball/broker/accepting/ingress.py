@@ -214,6 +214,7 @@ class AsyncBatcher(Generic[T, R]):
         return future
 
     def _begin(self, requests: list[tuple[T, asyncio.Future[R]]]) -> BegunBatch:
+        """Call `handle` for a batch, as a task. The task is both the result and the end of the batch."""
         work = self._handle([request for request, _ in requests])
         # Stored, because the loop holds only weak references to tasks.
         self._tasks.add(task := asyncio.ensure_future(work))
@@ -224,11 +225,13 @@ class AsyncBatcher(Generic[T, R]):
 def _set_results(
     requests: list[tuple[T, asyncio.Future[R]]], task: asyncio.Task[Sequence[R | TimeballError]]
 ) -> None:
+    """Give each request the result or the error that `handle` has returned for it."""
     for (_, future), result in zip(requests, task.result(), strict=True):
         settle(future, result)
 
 
 def _set_error(requests: list[tuple[T, asyncio.Future[R]]], error: BaseException) -> None:
+    """Give all requests of a batch the same error."""
     for _, future in requests:
         settle(future, error)
 

@@ -101,6 +101,7 @@ class _FirstSend(msgspec.Struct):
 
 
 def _topics_of(sends: SendBatch) -> Iterable[str]:
+    """Find the distinct topics of sends."""
     if isinstance(sends, list):
         return {row[_TOPIC] for row in sends}
     return codes_of(sends.column("topic"))[1]
@@ -196,6 +197,7 @@ class KeyedSends:
             raise
 
     def _build_key_row(self, use: KeyUse, first_seq: int, store_ms: int) -> Change:
+        """Build the row of an idempotency key, for the frame of its send."""
         return self._idempotency_keys.changed([(use.name, use.sent(first_seq, store_ms))])
 
     def _answer_unique(self, first_send: _FirstSend, accepted: Accepted) -> None:
@@ -218,6 +220,7 @@ class KeyedSends:
         return self._idempotency_keys.get(use.name, after_ms, self._outcomes.moved.last_due_ms)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task. The task is stored, because the loop holds only weak references to tasks."""
         self._answer_tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._answer_tasks.discard)
 
@@ -244,7 +247,7 @@ class KeyedSends:
                 if use.name not in self._under_way and self._find_earlier(use) is earlier:
                     self._put_first(piece, use)
                 else:
-                    self._put(piece, use)  # another send with this key began during the look-up
+                    self._put(piece, use)  # another send with this key began or ended during the look-up
                 return
             if use.content != earlier.content:
                 raise Conflict(

@@ -85,7 +85,7 @@ class Limited:
         return free_rows if free_rows >= self._step_rows else 0
 
     def wait_ms(self, now_ms: int) -> int:
-        """Compute the time until messages may be shown, after `free_rows` was 0."""
+        """Compute the time until messages may be shown, in ms. Call it only after `free_rows` returned 0."""
         missing = self._step_rows - self.credit
         credit_ms = int(missing * limits.SECOND_MS / self.rate) + 1 if missing > 0 else 1
         window_ms = self.recent[0][0] + WINDOW_MS - now_ms if self.recent else 0
@@ -146,7 +146,7 @@ class Pacing:
         return is_woken or self._is_stepping or any(limited.is_writing for limited in self._active.values())
 
     def wait_ms(self) -> int | None:
-        """Compute the time until the next step. None without hidden messages."""
+        """Compute the time until the next step, in ms. None without hidden messages."""
         now_ms = self._clock.elapsed_ms()
         return min(
             (
@@ -177,7 +177,7 @@ class Pacing:
         self._on_hidden(topic.name)
 
     def _follow(self, topic: Topic) -> None:
-        """Begin, change or end the limit of a topic, after a change of the topic whose row was appended just now."""
+        """Begin, change or end the limit of a topic. Called when the row of the topic's change was just appended."""
         name, rate = topic.name, topic.max_per_second
         limited = self._limited.get(name)
         if rate is None:
@@ -217,7 +217,7 @@ class Pacing:
         self._waiters.wake([name])
 
     def _on_hidden(self, name: str) -> None:
-        """Step a topic that has hidden messages. The first call starts the task."""
+        """Let the task show the hidden messages of a topic. The first call starts the task."""
         if name not in self._limited:  # the end of the limit is being written
             return
         self._active[name] = self._limited[name]
@@ -227,6 +227,7 @@ class Pacing:
             self._task.add_done_callback(self._on_task_end)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Report the exception with which the task has failed, if any."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
@@ -265,7 +266,7 @@ class Pacing:
     def _step(self, limited: Limited) -> int | None:
         """Append the META row that shows the next messages of a topic, if its limit allows it.
 
-        Returns the ms until the next step. None: until woken.
+        Returns the ms until the next step. None if the topic waits for a call of `_on_durable` or `_on_hidden`.
         """
         if limited.is_writing:
             return None

@@ -299,7 +299,7 @@ class Transactions:
         return min(self._open, default=None)
 
     def statistics(self) -> dict[str, int | None]:
-        """Collect figures for users."""
+        """Collect the number of open half messages and the first row that they need, for `status`."""
         return {"open": len(self._open), "oldest_seq": self.oldest_seq}
 
     # -- commit and rollback ---------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class Transactions:
         return await self._finish(half, asyncio.ensure_future(self._roll_back(half)))
 
     async def _finish(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
-        """Wait for the end of a half message, and let later requests wait for it too."""
+        """Wait until a half message has ended, and let later requests wait too. Returns its outcome."""
         self._ending[half.seq] = ending
         ending.add_done_callback(lambda _: self._ending.pop(half.seq, None))
         # Shielded, so that a half message also ends if the caller disconnects.
@@ -485,7 +485,7 @@ def _immunity_ms(properties: dict[str, str]) -> int:
 
 
 def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
-    """Build the batch that publishes committed half messages, with their delays."""
+    """Build the batch (SEND_COLUMNS) that publishes half messages. `delays`: the delay columns of each of them."""
     # RocketMQ's consumers see in these bits that the message was committed.
     sys_flag = rows.column("sys_flag").fill_null(0).to_numpy() & ~TRANSACTION_BITS | COMMITTED_BIT
     columns = {name: rows.column(name) for name in _COMMITTED_COLUMNS}
@@ -497,7 +497,7 @@ def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> p
 
 def _find_outcome(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
     """Find the outcome of a half message that is not open, from the rows of the log (reader thread)."""
-    # Not in the log: retention has removed the row, or there never was one. The log does not show which.
+    # Retention has removed the row, or there never was one. The log does not show which of the two is true.
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND
     try:
@@ -521,4 +521,5 @@ def _find_outcome(reader: LogReader, key_index: KeyIndex, seq: int, group: str) 
 
 
 def _seqs(seq: int) -> Int64Array:
+    """Build an array of one sequence number."""
     return np.array([seq], dtype=np.int64)

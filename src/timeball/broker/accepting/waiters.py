@@ -102,6 +102,7 @@ class Waiters:
 
 
 def _set_results(futures: Iterable[asyncio.Future[bool]], is_woken: bool = True) -> None:
+    """Wake these consumers with a result. A consumer that has ended meanwhile is skipped."""
     for future in futures:
         if not future.done():
             future.set_result(is_woken)

@@ -122,7 +122,7 @@ def without_base(scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def bases_in(properties: pa.Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Find the texts with a property BASE. Returns their indexes, and the due times and the versions of the bases."""
+    """Find the texts with a property BASE. Returns their indexes, and the due times (ms) and versions of the bases."""
     values = pc.extract_regex(properties, _VALUE)
     index = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
     values = values.take(pa.array(index))
@@ -131,6 +131,7 @@ def bases_in(properties: pa.Array) -> tuple[Int64Array, Int64Array, Int64Array]:
 
 
 def _without_base(properties: pa.Array) -> pa.Array:
+    """Remove the property BASE from each text, also if it occurs several times."""
     properties = pc.replace_substring_regex(properties, _AT_THE_START, "")
     return pc.replace_substring_regex(properties, _BEHIND_OTHERS, "")
 
