@@ -127,11 +127,11 @@ class Maintenance:
                 table_thread=broker.threads.table,
             )  # fmt: skip
             duties.append((table_changes.FETCH_EVERY_MS, store_watch.update))
-            # The first time at once, because messages may be due before the first interval ends.
+            # Also once at the start, because messages may be due before the first interval ends.
             self._tasks = [asyncio.create_task(store_watch.update())]
         duties += self._broker.duties
         self._tasks += [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
-        # It waits for its events itself, because the messages of a selection may be due at once.
+        # This duty waits for its events itself: the messages of a selection may be due at once.
         self._tasks.append(
             asyncio.create_task(self._repeat(WAKERS_PAUSE_MS, self._broker.wakers.wait_and_wake))
         )
@@ -320,12 +320,12 @@ class Maintenance:
         )
 
     def _completer(self) -> Callable[[Facts, Lengths], Facts]:
-        """Copy the META values as of now. The result adds them, and the lengths of the queues, to facts. Any thread."""
+        """Copy the META values. Returns a function, for any thread, that adds them and the queue lengths to facts."""
         meta = self._tables.meta.copied()
         return lambda facts, queues: msgspec.structs.replace(facts, queues=queues, meta=meta())
 
     def _columns(self, settled: Settled) -> _Columns:
-        """Prepare the columns of a state, as of now."""
+        """Copy the columns of the state as of now."""
         moved, woken = self._scheduling.outcomes.moved.copied(), self._tables.selections.woken.copied()
         return _Columns(settled.runs, moved, woken)
 

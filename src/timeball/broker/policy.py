@@ -62,7 +62,7 @@ class Policy:
 
     @staticmethod
     def allows(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
-        """Check whether the caller's account may do this now."""
+        """Check whether the caller's account may do this now. Raises nothing."""
         return caller is ANONYMOUS or caller.may(verb, topic=topic, group=group)
 
     def cancellable(self, caller: Caller) -> Callable[[str], bool] | None:
@@ -105,7 +105,7 @@ class Policy:
         return topic
 
     def destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
-        """Find the topics to send to, by name, as `destination`. None if a first message would create one of them."""
+        """Find the topics to send to, by name. None if a first message would create one. Raises as `destination`."""
         topics: dict[str, Topic] = {}
         for name in names:
             topic = self.destination(name, caller)
@@ -177,7 +177,7 @@ class Policy:
         return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{hint}")
 
     def _new_topic_queues(self, name: str, requested: int | None) -> int:
-        """Compute the number of queues of a topic that is created. `requested`: by the client."""
+        """Compute the number of queues of a topic that is created. `requested`: the number that the client requests."""
         if name.startswith(RETRY_PREFIX):
             # The group's configuration determines the queues of its retry topic.
             return max(1, self._groups.get(name.removeprefix(RETRY_PREFIX)).retry_queue_nums)

@@ -332,8 +332,8 @@ _BATCH_ROWS = 65_536
 class TailScheduled:
     """The scheduled messages in rows from `from_seq` on. Belongs to the thread that applies the rows.
 
-    Compaction needs the number of scheduled messages since the watermark, including settled ones. They are counted in
-    blocks of sequence numbers. The block that contains the watermark is counted from the log.
+    Compaction needs the number of versions of scheduled messages since the watermark, including settled messages. They
+    are counted in blocks of sequence numbers. The block that contains the watermark is counted from the log.
     """
 
     def __init__(self, from_seq: int) -> None:
@@ -341,7 +341,7 @@ class TailScheduled:
         # Columns as in `Waiting`. Rows that were added since the last fold are in log order.
         self._columns = GrowingColumns(3)
         self._folded_rows = 0
-        self._counts: dict[int, int] = {}  # block of numbers -> scheduled messages accepted in it
+        self._counts: dict[int, int] = {}  # block of numbers -> versions that begin in it
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -404,7 +404,7 @@ class TailScheduled:
         return tail if is_pending.all() else tail.part(is_pending)
 
     def count(self, reader: LogReader, from_seq: int) -> int:
-        """Count the scheduled messages that were accepted in rows from `from_seq` on. This blocks."""
+        """Count the versions of scheduled messages that begin in rows from `from_seq` on. This blocks."""
         from_seq = max(from_seq, self.from_seq)
         block = from_seq // COUNT_BLOCK
         total = sum(count for counted_block, count in self._counts.items() if counted_block > block)
@@ -413,12 +413,12 @@ class TailScheduled:
             return total
         end = (block + 1) * COUNT_BLOCK
         for rows in reader.coalesced(from_seq, end, locations.KINDS, _BATCH_ROWS, _COLUMNS):
-            total += len(_accepted_numbers(locations.waiting_in(locations.waiting_rows(rows))))
+            total += len(_new_versions(locations.waiting_in(locations.waiting_rows(rows))))
         return total
 
     def _count(self, waiting: Waiting) -> None:
-        """Count the messages that were accepted in these rows, by block."""
-        blocks = _accepted_numbers(waiting) // COUNT_BLOCK
+        """Count the versions that begin in these rows, by block of sequence numbers."""
+        blocks = _new_versions(waiting) // COUNT_BLOCK
         if len(blocks):
             # Numbers ascend within the rows of one call, so the blocks ascend too. Usually there is only one.
             begins, counts = runs_of(blocks)
@@ -426,9 +426,9 @@ class TailScheduled:
                 self._counts[block] = self._counts.get(block, 0) + count
 
 
-def _accepted_numbers(waiting: Waiting) -> Int64Array:
-    """List the versions of the messages whose due times these rows have set, without rows that repeat a message."""
-    if waiting.row_seq is waiting.seq:
+def _new_versions(waiting: Waiting) -> Int64Array:
+    """List the versions that begin with these rows. A row that only repeats a message begins none."""
+    if waiting.row_seq is waiting.seq:  # no MOVED rows (`waiting_in`)
         return waiting.seq
     return waiting.part(waiting.seq == waiting.row_seq).seq
 
@@ -669,6 +669,7 @@ class _Baseline:
 
 
 def _decode_campaigns(facts: Facts) -> dict[str, CampaignFacts]:
+    """Decode the campaigns in the META values of a starting point, by name."""
     return {
         key.removeprefix("campaign/"): msgspec.json.decode(value, type=CampaignFacts)
         for key, value in facts.meta.items()
@@ -677,7 +678,7 @@ def _decode_campaigns(facts: Facts) -> dict[str, CampaignFacts]:
 
 
 def _group_equal(numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Compute a stable sort order of the numbers, and the index in it at which each distinct number begins.
+    """Compute a stable sort order of the numbers, and the index in this order at which each distinct number begins.
 
     Returns (begins, order).
     """

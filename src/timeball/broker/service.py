@@ -377,7 +377,7 @@ class Broker:
         """Cancel these messages, as far as they are pending. Returns their final verdicts (revoking/cancel.py).
 
         `ids`, `keys` and `seqs` each name messages. `topic` limits the request to messages of this topic, because
-        producers of different topics may use the same id.
+        producers of different topics may use the same id. Raises Forbidden, and the errors of `settle`.
         """
         # The look-up hides messages that the caller may not cancel: their verdict is `not_found`, which reveals
         # nothing.
@@ -391,9 +391,9 @@ class Broker:
         )
 
     async def _end_selected(self, numbers: Sequence[int], caller: Caller) -> None:
-        """Append CANCEL rows for those of these messages that selections have cancelled.
+        """Cancel for good the messages among `numbers` that selections have cancelled. Durable on return.
 
-        None of the other messages is pending, so none of them is cancelled. Durable on return.
+        The caller knows that no other message among them is pending, so no other message is cancelled.
         """
         if self.tables.selections.selected.is_empty:
             return
@@ -421,7 +421,7 @@ class Broker:
     ) -> list[Verdict]:
         """Change the due time of these messages, as far as they are pending, to `due_ms` or by `delay_ms` from now.
 
-        Returns their verdicts. See revoking/reschedule.py.
+        Returns their verdicts. Raises Forbidden, and the errors of `reschedule` in revoking/reschedule.py.
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         return await reschedule(
@@ -445,7 +445,10 @@ class Broker:
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
     ) -> list[MessagePlace]:
-        """Find the messages with this id: their states and queue positions (revoking/find_message.py)."""
+        """Find the messages with this id: their states and queue positions. Raises Forbidden.
+
+        See revoking/find_message.py.
+        """
         self.policy.allow(caller, Verb.LOOK)
         names = Names([message_id], topic=topic, may=self.policy.visible(caller))
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
@@ -477,7 +480,7 @@ class Broker:
     ) -> RangesCancelled:
         """Cancel the pending messages of a bulk job, given as ranges (first_seq, rows). See revoking/ranges.py.
 
-        `only`: cancel only those that belong to these selections.
+        `only`: cancel only the messages that belong to these selections. Raises Forbidden.
         """
         self.policy.allow(caller, Verb.ADMIN)
         self._range_cancels += 1
@@ -489,7 +492,7 @@ class Broker:
             )  # fmt: skip
         finally:
             self._range_cancels -= 1
-            self.tables.selections.forget_counts()
+            self.tables.selections.forget_counts()  # they include messages that this call has cancelled
 
     # -- campaigns ---------------------------------------------------------------------------------------
 
@@ -642,7 +645,7 @@ class Broker:
 
     def is_group(self, group: str) -> bool:
         """Check whether a consumer group exists on this broker: it has a configuration or stored offsets."""
-        # Clients that only commit offsets never configure their group.
+        # A client that only commits offsets never configures its group.
         return self.tables.groups.find_group(group) is not None or group in self.tables.offsets.table
 
     async def offsets_at(self, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> dict[int, int]:
@@ -663,7 +666,10 @@ class Broker:
         return offsets
 
     async def begin(self, group: str, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Let a group begin in a topic at a time (see `offsets_at`), unless it has stored offsets there."""
+        """Let a group begin in a topic at a time (see `offsets_at`), unless it has stored offsets there.
+
+        Raises the errors of `commit_offsets`.
+        """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         # A group that has offsets for only some of the queues keeps them, and still reads the other queues.
         if self.tables.offsets.get(group, topic):
@@ -684,7 +690,6 @@ class Broker:
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
-        self.tables.topics.get(topic)
         ends = {queue: high for queue, (_, high) in self.queues(topic).items()}
         self.tables.offsets.commit(group, topic, offsets, ends)
         # Consumers that wait may have messages again.
@@ -747,7 +752,7 @@ class Broker:
     # -- status ------------------------------------------------------------------------------------------
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
-        """Collect the figures of the broker for users and for jobs. docs/flight.md explains them."""
+        """Collect the figures of the broker for users and for jobs. docs/flight.md explains them. Raises Forbidden."""
         self.policy.allow(caller, Verb.LOOK)
         segments = self.log.reader.segments
         return {

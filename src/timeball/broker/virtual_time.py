@@ -75,7 +75,7 @@ class VirtualTime:
         consuming: Consuming,
         wake: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`wake` writes the wake-ups of selections that are due within so many milliseconds (Wakers.wake)."""
+        """`wake` writes the wake-ups of selections that are needed within the given milliseconds (Wakers.wake)."""
         self._manual, self._clock, self._scheduler = manual, clock, scheduler
         self._ticker, self._writer, self._consuming, self._wake = ticker, writer, consuming, wake
         self.activities: list[Activity] = []
@@ -153,8 +153,8 @@ class VirtualTime:
                 await asyncio.sleep(_PAUSE_S)
 
     def _is_busy(self) -> bool:
-        """Check whether something is left to do at the present time."""
-        # Work that is ahead of the next deadline, such as loading bodies, must end too, so that each run is the same.
+        """Check whether work of the present time, or work ahead of the next deadline, is left."""
+        # Work ahead of the next deadline, such as loading bodies, must end too, so that each run gives the same result.
         return (
             _earliest(self._scheduler.next_due_ms(), self._lease_end_ms(), self._activity_ms()) <= self.now_ms
             or self._scheduler.is_busy
