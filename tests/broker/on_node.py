@@ -21,11 +21,11 @@ from tests.log.small_log import AtOnce
 from timeball.io.clock import ManualClock
 from timeball.node.node import Node
 
-TURNS = 8  # iterations of the loop: woken tasks have read the clock
+TURNS = 8  # turns of the event loop after which tasks that were woken have read the clock
 
 
 class InTurn(World):
-    """An executor without threads: a call runs when it is submitted, so the loop's iterations decide the order."""
+    """A world without threads: a call of a thread runs when it is submitted, so the event loop decides the order."""
 
     async def build(self, node: Node) -> None:
         node._threads = (AtOnce(), AtOnce(), AtOnce(), AtOnce())
@@ -35,7 +35,10 @@ class InTurn(World):
 def on_node(
     kind: type[World] = World, *, failing: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Awaitable[None]]], Any]:
-    """Make a plain test of a coroutine; `failing`: the test is about a node that fails."""
+    """Convert a coroutine to a test without asyncio, which runs it on a started node.
+
+    `failing`: the test expects the node to fail.
+    """
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -43,10 +46,10 @@ def on_node(
             world = kind(CrashFiles(), ManualClock(), **settings)
             run(_live(world, lambda: test(world, *args, **kwargs), failing))
 
-        # pytest and hypothesis must not ask who gives `world`: we do.
+        # Without `world`, so that pytest and hypothesis do not look for a value of this parameter.
         signature = inspect.signature(test)
-        others = [p for name, p in signature.parameters.items() if name != "world"]
-        live.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        parameters = [p for name, p in signature.parameters.items() if name != "world"]
+        live.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         del live.__wrapped__  # type: ignore[attr-defined]
         return live
 
@@ -61,11 +64,13 @@ async def settled(world: World) -> None:
     def is_quiet() -> bool:
         scheduler = world.broker.scheduling.scheduler
         due = scheduler.next_due_ms()
-        held = [one for queue in world.broker.consuming.leases.all() for one in queue.in_flight.values()]
+        leases = [
+            lease for queue in world.broker.consuming.leases.all() for lease in queue.in_flight.values()
+        ]
         return (
             (due is None or due > world.broker.clock.now_ms())
             and not (scheduler.is_busy or scheduler.in_flight_rows or scheduler.durations.is_off)
-            and all(one.deadline_ms > world.broker.clock.elapsed_ms() for one in held)
+            and all(lease.deadline_ms > world.broker.clock.elapsed_ms() for lease in leases)
         )
 
     for _ in range(3):
@@ -76,6 +81,7 @@ async def settled(world: World) -> None:
 
 
 async def _live(world: World, test: Callable[[], Awaitable[None]], failing: bool) -> None:
+    """Run a test on a started node, and check that no exception was lost."""
     await world.start()
     try:
         await test()
@@ -90,16 +96,16 @@ async def _live(world: World, test: Callable[[], Awaitable[None]], failing: bool
 
 
 def batch(rows: int = 1, **columns: Any) -> pa.RecordBatch:
-    """The columns of a send: `rows` small messages of one topic. Further columns replace or extend these."""
-    whole = {"topic": ["orders"] * rows, "body": [b"body"] * rows, **columns}
+    """Build the columns of a send: `rows` small messages of one topic. `columns` replace or extend these columns."""
+    all_columns = {"topic": ["orders"] * rows, "body": [b"body"] * rows, **columns}
     return pa.RecordBatch.from_pydict(
         {
             name: pa.array(values, pa.int64()) if name.endswith("_ms") else pa.array(values)
-            for name, values in whole.items()
+            for name, values in all_columns.items()
         }
     )
 
 
 def column(rows: pa.RecordBatch | pa.Table, name: str) -> list[Any]:
-    """One column's values."""
+    """List the values of a column."""
     return list(rows.column(name).to_pylist())

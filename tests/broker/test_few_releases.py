@@ -50,7 +50,7 @@ SCHEDULED_ROWS = st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=8)
 
 
 def scheduled_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
-    """Scheduled messages in READ_SCHEMA, sorted like a hand-out."""
+    """Build scheduled messages (READ_SCHEMA) from values, sorted like a hand-out."""
     rows = sorted(values, key=lambda row: row["due_ms"])
     for seq, row in enumerate(rows, 1_000):
         row["seq"] = seq
@@ -60,13 +60,17 @@ def scheduled_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
 
 
 def as_numbered(scheduled_rows: pa.RecordBatch) -> NumberedRows:
+    """Convert rows to values, as a small send hands them to the schedule."""
     return NumberedRows(list(zip(*(column.to_pylist() for column in scheduled_rows.columns), strict=True)))
 
 
-async def released(
+async def release_and_observe(
     scheduled_rows: pa.RecordBatch, *, by_rows: bool, as_values: bool = False
 ) -> tuple[Any, ...]:
-    """Everything that the hand-out leaves in a broker: the rows of its log, its queues, its counts."""
+    """Release messages twice on a new broker. Returns the rows of its log, its queues, its counts and its lateness.
+
+    Without `by_rows`, they are released as columns. With `as_values`, they are handed out as values.
+    """
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
         if not by_rows:
@@ -99,8 +103,10 @@ async def released(
 @given(SCHEDULED_ROWS)
 def test_releases_as_values_write_the_same_rows_as_columns(values: list[dict[str, Any]]) -> None:
     scheduled_rows = scheduled_of(values)
-    by_rows, by_columns = (run(released(scheduled_rows, by_rows=way)) for way in (True, False))
-    assert by_rows == by_columns
+    state_by_rows, state_by_columns = (
+        run(release_and_observe(scheduled_rows, by_rows=by_rows)) for by_rows in (True, False)
+    )
+    assert state_by_rows == state_by_columns
 
 
 @settings(max_examples=30)
@@ -109,8 +115,11 @@ def test_a_release_of_values_equals_a_release_of_columns(
     values: list[dict[str, Any]],
 ) -> None:
     scheduled_rows = scheduled_of([row | {"kind": int(Kind.SCHEDULED)} for row in values])
-    few, whole = (run(released(scheduled_rows, by_rows=True, as_values=way)) for way in (True, False))
-    assert few == whole
+    state_of_values, state_of_columns = (
+        run(release_and_observe(scheduled_rows, by_rows=True, as_values=as_values))
+        for as_values in (True, False)
+    )
+    assert state_of_values == state_of_columns
 
 
 PLAIN = dict.fromkeys(VALUES) | {
@@ -120,21 +129,25 @@ PLAIN = dict.fromkeys(VALUES) | {
 
 
 def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the comparison."""
+    """The negative control: the comparison fails if one way counts other sizes, so that it chooses other queues."""
     scheduled_rows = scheduled_of([dict(PLAIN)])
-    assert run(released(scheduled_rows, by_rows=True)) == run(released(scheduled_rows, by_rows=False))
+    assert run(release_and_observe(scheduled_rows, by_rows=True)) == run(
+        release_and_observe(scheduled_rows, by_rows=False)
+    )
     monkeypatch.setattr(delivery, "stored_size", lambda *_: 0)
-    assert run(released(scheduled_rows, by_rows=True)) != run(released(scheduled_rows, by_rows=False))
+    assert run(release_and_observe(scheduled_rows, by_rows=True)) != run(
+        release_and_observe(scheduled_rows, by_rows=False)
+    )
 
 
 def test_many_large_or_listed_messages_are_released_as_columns() -> None:
-    most = delivery.FEW_ROWS
+    rows_max = delivery.FEW_ROWS
     large = {"body": bytes(limits.REQUEST_BYTES_MAX // 64)}
     listed = {"properties": encode_properties({TIMING_LIST: "7,9"})}
-    few = scheduled_of([dict(PLAIN) for _ in range(most)])
+    few = scheduled_of([dict(PLAIN) for _ in range(rows_max)])
     assert delivery.values_if_few(few) == delivery.values_if_few(as_numbered(few)) == as_numbered(few).values
-    for some in ([dict(PLAIN)] * (most + 1), [PLAIN | large], [PLAIN | listed]):
-        scheduled_rows = scheduled_of(some)
+    for rows in ([dict(PLAIN)] * (rows_max + 1), [PLAIN | large], [PLAIN | listed]):
+        scheduled_rows = scheduled_of(rows)
         assert (
             delivery.values_if_few(scheduled_rows)
             is delivery.values_if_few(as_numbered(scheduled_rows))
@@ -145,4 +158,4 @@ def test_many_large_or_listed_messages_are_released_as_columns() -> None:
 def test_an_early_release_is_refused_as_values_and_as_columns() -> None:
     for by_rows in (True, False):
         with pytest.raises(AssertionError, match="never be released before its due time"):
-            run(released(scheduled_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))
+            run(release_and_observe(scheduled_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))

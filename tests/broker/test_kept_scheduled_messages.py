@@ -17,43 +17,46 @@ from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import Kind, stored_sizes
 from timeball.schedule import scheduler as scheduler_module
 
+# Strategies that keep pending messages in files of their own.
 KEEPERS = ["timer_wheel", "level_cascade"]
 MINUTE_MS = 60 * SECOND_MS
 BODY_BYTES = 100_000  # ten to a segment
 
-kept_by = pytest.mark.parametrize("schedule", KEEPERS)
+for_each_keeper = pytest.mark.parametrize("schedule", KEEPERS)
 
 
 async def begin(world: World, schedule: str, **settings: object) -> None:
+    """Restart the node with a strategy and a retention of 1 ms."""
     await world.restart(strategy=schedule, timer_wheel_ms=MINUTE_MS, retention_ms=1, **settings)
 
 
-async def rows_of(world: World, kind: Kind) -> int:
-    """How many rows of a kind the log has."""
+async def count_rows(world: World, kind: Kind) -> int:
+    """Count the rows of a kind in the log."""
     reader = world.broker.log.reader
     return sum(rows.num_rows for rows in reader.coalesced(reader.first_seq, reader.next_seq, [kind], 1_000))
 
 
-async def move_on(world: World, minutes: int) -> None:
-    """Let time pass a few seconds at a time, as it does."""
+async def advance_minutes(world: World, minutes: int) -> None:
+    """Advance the clock in steps of 6 s, so that the strategy works as in real time."""
     for _ in range(minutes * 10):
         await world.advance(6 * SECOND_MS)
 
 
 async def fill_a_segment(world: World) -> None:
-    """Append messages that the test ignores, so that older segments may go."""
+    """Append messages that the test ignores, so that retention may remove older segments."""
     await world.send("filler", [None] * 12, BODY_BYTES)
 
 
 async def delivered_keys(world: World) -> list[str]:
+    """List the keys of delivered messages, without those of `fill_a_segment`."""
     rows = (await world.outcome()).rows
     return sorted(row.key for row in rows if row.place.topic != "filler")
 
 
-# ---- what waits -----------------------------------------------------------------------------------------------
+# ---- pending messages -----------------------------------------------------------------------------------------
 
 
-@kept_by
+@for_each_keeper
 @on_node(compact_rows=1)
 async def test_a_strategy_with_own_files_stores_scheduled_messages_and_nothing_is_compacted(
     world: World, schedule: str
@@ -70,7 +73,7 @@ async def test_a_strategy_with_own_files_stores_scheduled_messages_and_nothing_i
     assert world.broker.status()["schedule"]["table_files"] == 0
 
 
-@kept_by
+@for_each_keeper
 @on_node()
 async def test_files_of_a_bulk_job_are_released_beside_the_strategys_own_messages(
     world: World, schedule: str
@@ -79,41 +82,41 @@ async def test_files_of_a_bulk_job_are_released_beside_the_strategys_own_message
     sent = await world.send("a", [40 * SECOND_MS])
     bulk = await world.bulk("a", [20 * SECOND_MS, 50 * SECOND_MS], 1)
     await world.cancel([bulk[1]])
-    await move_on(world, 1)
+    await advance_minutes(world, 1)
     assert await delivered_keys(world) == sorted([sent[0], bulk[0]])
     assert check(world.observed, await world.outcome()) == []
 
 
-# ---- retention, and names for what it has let go ----------------------------------------------------------------
+# ---- retention, and cancels of messages whose rows it has removed -----------------------------------------------
 
 
-@kept_by
+@for_each_keeper
 @on_node()
 async def test_old_segments_are_removed_although_one_of_their_messages_is_pending(
     world: World, schedule: str
 ) -> None:
     await begin(world, schedule)
-    keys = await world.send("a", [12 * MINUTE_MS, 12 * MINUTE_MS])  # a cascade's levels of ten and of two
+    keys = await world.send("a", [12 * MINUTE_MS, 12 * MINUTE_MS])  # at the levels of ten minutes and of two
     seq = (await world.broker.send(batch(1, delay_ms=[12 * MINUTE_MS], topic=["a"]))).first_seq
     for _ in range(11):
         await fill_a_segment(world)
-        await move_on(world, 1)
+        await advance_minutes(world, 1)
         await world.checkpoint()
         await world.apply_retention()
     reader = world.broker.log.reader
-    assert reader.first_seq > seq, "nothing was let go"
+    assert reader.first_seq > seq, "a segment was removed"
     assert world.broker.status()["watermark"] >= reader.first_seq
-    assert await rows_of(world, Kind.MOVED) > 0
+    assert await count_rows(world, Kind.MOVED) > 0
     by_id = (await world.broker.cancel(ids=[keys[0]]))[0]
     by_number = (await world.broker.cancel(seqs=[seq]))[0]
     assert (by_id.verdict, by_number.verdict, by_number.seq) == ("cancelled", "cancelled", seq)
     assert (await world.broker.cancel(seqs=[seq]))[0].verdict == "already_cancelled"
     await world.restart()
-    await move_on(world, 4)
+    await advance_minutes(world, 4)
     assert await delivered_keys(world) == [keys[1]]
 
 
-@kept_by
+@for_each_keeper
 @on_node()
 async def test_retention_keeps_the_segments_of_pending_messages(world: World, schedule: str) -> None:
     await begin(world, schedule)
@@ -138,7 +141,7 @@ async def test_retention_keeps_the_segments_of_pending_messages(world: World, sc
 async def test_retention_removes_rows_of_cancelled_and_rescheduled_messages_of_a_cascade(
     world: World, cancels: bool
 ) -> None:
-    """A MOVED row has the whole message, and one that is cancelled needs none."""
+    """A MOVED row contains the whole message, and a cancelled message needs no row."""
     await begin(world, "level_cascade")
     keys = await world.send("a", [10 * HOUR_MS] * 3)
     await fill_a_segment(world)
@@ -152,7 +155,7 @@ async def test_retention_removes_rows_of_cancelled_and_rescheduled_messages_of_a
     await world.checkpoint()
     await world.apply_retention()
     reader = world.broker.log.reader
-    assert reader.first_seq > 1, "the first segment has gone"
+    assert reader.first_seq > 1, "the first segment was removed"
     rows = world.broker.read_log(reader.first_seq, reader.next_seq, [Kind.SCHEDULED])
     assert [key for part in rows for key in column(part, "unique_key")] == later, "and no more"
     await world.restart()
@@ -178,7 +181,7 @@ async def test_a_send_to_a_full_timer_slot_is_refused(world: World) -> None:
     assert len((await world.outcome()).rows) == 7
 
 
-# ---- what a cascade writes ----------------------------------------------------------------------------------------
+# ---- the property of a cascade ------------------------------------------------------------------------------------
 
 
 @on_node()
@@ -197,7 +200,7 @@ async def test_only_pending_messages_have_the_property_of_a_cascade(world: World
     scheduled_row = texts[Kind.SCHEDULED]
     assert scheduled_row is not None and "TIMING-LIST" in scheduled_row and "c\x01d" in scheduled_row
     assert "TIMING-LIST" not in (texts[Kind.MESSAGE] or "")
-    await move_on(world, 62)
+    await advance_minutes(world, 62)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert sorted(text.strip("\x02") for text in column(rows, "properties") if text) == ["a\x01b", "c\x01d"]
 
@@ -205,38 +208,40 @@ async def test_only_pending_messages_have_the_property_of_a_cascade(world: World
 # ---- a change of strategy ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
-@kept_by
+@pytest.mark.parametrize("next_strategy", ["hour_log", *KEEPERS])
+@for_each_keeper
 @on_node()
 async def test_another_strategy_releases_pending_and_overdue_messages_after_a_restart(
-    world: World, schedule: str, heir: str
+    world: World, schedule: str, next_strategy: str
 ) -> None:
     await begin(world, schedule)
     keys = await world.send("a", [5 * SECOND_MS, 50 * SECOND_MS, 5 * MINUTE_MS, HOUR_MS, 5 * MINUTE_MS])
-    await move_on(world, 2)
+    await advance_minutes(world, 2)
     await world.cancel([keys[4]])
     late = await world.send("a", [-HOUR_MS, 5 * SECOND_MS])
     await world.stop()
     world.clock.advance(10 * SECOND_MS)
     await world.start()
-    await world.restart(strategy=heir)
+    await world.restart(strategy=next_strategy)
     await world.settled()
     assert await delivered_keys(world) == sorted([*keys[:2], *late])
     await world.cancel([keys[3]])
-    await move_on(world, 4)
+    await advance_minutes(world, 4)
     await world.restart()
     await world.advance(2 * HOUR_MS)
     await world.consume()
     assert await delivered_keys(world) == sorted([*keys[:3], *late])
     assert check(world.observed, await world.outcome()) == []
-    if schedule == "timer_wheel" and heir == "hour_log":
-        assert world.broker.status()["watermark"] > 1, "what had been moved was compacted"
+    if schedule == "timer_wheel" and next_strategy == "hour_log":
+        assert world.broker.status()["watermark"] > 1, "MOVED rows were compacted"
 
 
 @pytest.mark.parametrize("compacts", [False, True])
-@pytest.mark.parametrize("heir", ["hour_log", *KEEPERS])
+@pytest.mark.parametrize("next_strategy", ["hour_log", *KEEPERS])
 @on_node()
-async def test_the_property_of_a_cascade_is_not_delivered(world: World, heir: str, compacts: bool) -> None:
+async def test_the_property_of_a_cascade_is_not_delivered(
+    world: World, next_strategy: str, compacts: bool
+) -> None:
     """Its TIMING-LIST is in the rows of the log, and in the files that compaction writes from them."""
     await begin(world, "level_cascade")
     for delay_ms in (11_100, 5 * MINUTE_MS + 17 * SECOND_MS):
@@ -245,8 +250,8 @@ async def test_the_property_of_a_cascade_is_not_delivered(world: World, heir: st
     if compacts:
         await world.restart(strategy="hour_log")
         await world.compact()
-    await world.restart(strategy=heir)
-    await move_on(world, 6)
+    await world.restart(strategy=next_strategy)
+    await advance_minutes(world, 6)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert [text.strip("\x02") for text in column(rows, "properties")] == ["TIMING\x0108:00:00"] * 2
     # The index counts these properties: one rebuilt from the log must count the same.
@@ -255,7 +260,7 @@ async def test_the_property_of_a_cascade_is_not_delivered(world: World, heir: st
     assert sorted(size for sizes in indexed for size in sizes) == sorted(stored_sizes(rows).tolist())
 
 
-# ---- what comes while a backlog is opened ------------------------------------------------------------------
+# ---- sends while a slot of the backlog is opened -----------------------------------------------------------
 
 
 async def delivered_after_settling(world: World) -> list[str]:
@@ -271,7 +276,7 @@ async def delivered_after_settling(world: World) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
 def test_a_message_that_is_sent_when_a_slot_begins_to_open_is_released(strategy: str) -> None:
-    """An earlier version lost it: the mark passed it, because the bound of the opening was read before it arrived."""
+    """An earlier version lost the message: it read the bound of the opening before the message arrived."""
 
     async def main() -> None:
         world = World(CutFiles(), ManualClock(), strategy=strategy)
@@ -283,12 +288,12 @@ def test_a_message_that_is_sent_when_a_slot_begins_to_open_is_released(strategy:
         await asyncio.sleep(0)
         add = scheduler.add
 
-        def add_behind_a_tick(*args: Any) -> None:
+        def add_after_a_tick(*args: Any) -> None:
             scheduler.add = add
-            world.broker.ticker.tick()  # begins the opening, of which nothing has run when the scheduled message comes
+            world.broker.ticker.tick()  # begins the opening, which has not run yet when the scheduled message is added
             add(*args)
 
-        scheduler.add = add_behind_a_tick
+        scheduler.add = add_after_a_tick
         world.clock.advance(1)
         assert world.node is not None
         # The reader thread is busy, and the opening waits for it.
@@ -306,7 +311,7 @@ def test_a_message_that_is_sent_when_a_slot_begins_to_open_is_released(strategy:
 def test_a_message_that_is_sent_between_two_slices_of_an_opening_slot_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is in the last slice. In an earlier version, the mark passed it after the first slice."""
+    """An earlier version lost the message: it counted all of the slot as settled after the first slice."""
     monkeypatch.setattr(scheduler_module, "SORT_ROWS", 4)
 
     async def main() -> None:
@@ -321,14 +326,14 @@ def test_a_message_that_is_sent_between_two_slices_of_an_opening_slot_is_release
         await asyncio.sleep(0)  # the opening asks the reader thread, which is busy
         near = await world.send("late", [3])
         world.clock.advance(1_500)
-        give_up, slices = scheduler._take_over, []
+        take_over, slices = scheduler._take_over, []
 
-        def give_up_before_a_tick(*args: Any) -> None:
-            give_up(*args)
+        def take_over_before_a_tick(*args: Any) -> None:
+            take_over(*args)
             slices.append(args)
             asyncio.get_running_loop().call_soon(world.broker.ticker.tick)
 
-        scheduler._take_over = give_up_before_a_tick
+        scheduler._take_over = take_over_before_a_tick
         busy.set()
         async with asyncio.timeout(BOUND_S):
             while scheduler._openings:

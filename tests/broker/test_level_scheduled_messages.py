@@ -17,39 +17,45 @@ from timeball.node.node import Node
 from timeball.schedule.loaded import LoadBounds
 
 
-def batch_of_levels(*wanted: int, **columns: Any) -> pa.RecordBatch:
-    return batch(len(wanted), delay_level=list(wanted), **columns)
+def batch_of_levels(*levels: int, **columns: Any) -> pa.RecordBatch:
+    """Build messages with these delay levels."""
+    return batch(len(levels), delay_level=list(levels), **columns)
 
 
 async def rows_of(world: World, topic: str) -> list[dict[str, Any]]:
-    found = []
+    """Read all rows of a topic, in the order of the log."""
+    rows = []
     for queue, (low, high) in world.broker.queues(topic).items():
         if high > low:
-            found += (await world.broker.read_queue(topic, queue, low, 1_000)).to_pylist()
-    return sorted(found, key=lambda row: row["seq"])
+            rows += (await world.broker.read_queue(topic, queue, low, 1_000)).to_pylist()
+    return sorted(rows, key=lambda row: row["seq"])
 
 
 @on_node()
 async def test_a_message_with_a_delay_level_is_released_exactly_after_its_delay(world: World) -> None:
     accepted = await world.broker.send(batch_of_levels(3, queue_id=[1], tag=["t"], properties=["TAGS\x01t"]))
-    [kept] = accepted.kept.to_pylist()
-    stands = (kept["kind"], kept["topic"], kept["queue_id"], kept["queue_offset"])
-    assert stands == (Kind.SCHEDULED, SCHEDULE_TOPIC, 2, 0)
-    assert kept["due_ms"] == accepted.store_ms + 10_000
+    [level_row] = accepted.kept.to_pylist()
+    stored = (level_row["kind"], level_row["topic"], level_row["queue_id"], level_row["queue_offset"])
+    assert stored == (Kind.SCHEDULED, SCHEDULE_TOPIC, 2, 0)
+    assert level_row["due_ms"] == accepted.store_ms + 10_000
     await world.advance(9_999)
     assert await rows_of(world, "orders") == []
     await world.advance(1)
     [row] = await rows_of(world, "orders")
     assert (row["kind"], row["queue_id"], row["source_seq"]) == (Kind.RELEASE, 1, accepted.first_seq)
-    assert row["store_ms"] == kept["due_ms"] == row["due_ms"]
+    assert row["store_ms"] == level_row["due_ms"] == row["due_ms"]
     assert decode_properties(row["properties"]) == {
         "TAGS": "t", "DELAY": "3", "REAL_TOPIC": "orders", "REAL_QID": "1",
     }  # fmt: skip
-    waited = await rows_of(world, SCHEDULE_TOPIC)
-    assert [row["kind"] for row in waited] == [Kind.SCHEDULED], "it can be read like any queue"
+    level_queue = await rows_of(world, SCHEDULE_TOPIC)
+    assert [row["kind"] for row in level_queue] == [Kind.SCHEDULED], (
+        "the queue of the level can be read like any queue"
+    )
     topics = world.broker.tables.topics
-    assert topics.get("orders").queues[1].index.read(0, 1)["tag"][0] == ord("t"), "the tag's hash is back"
-    assert topics.get(SCHEDULE_TOPIC).queues[2].index.read(0, 1)["tag"][0] == kept["due_ms"]
+    assert topics.get("orders").queues[1].index.read(0, 1)["tag"][0] == ord("t"), (
+        "the tag is the hash of the tag again"
+    )
+    assert topics.get(SCHEDULE_TOPIC).queues[2].index.read(0, 1)["tag"][0] == level_row["due_ms"]
     assert len(topics.get(SCHEDULE_TOPIC).queues) == 18
     assert world.broker.status()["levels"]["waiting_rows"] == 0
 
@@ -60,10 +66,12 @@ async def test_a_batch_may_mix_immediate_delayed_and_level_messages(world: World
         4, topic=["a", "b", "c", "a"], delay_level=[0, 1, None, 99],
         due_ms=[None, None, world.clock.wall + 500, None],
     )  # fmt: skip
-    kept = (await world.broker.send(sent)).kept
-    assert kept.column("kind").to_pylist() == [Kind.MESSAGE, *[Kind.SCHEDULED] * 3]
-    assert kept.column("topic").to_pylist() == ["a", SCHEDULE_TOPIC, "c", SCHEDULE_TOPIC]
-    assert kept.column("queue_id").to_pylist()[1::2] == [0, 17], "beyond the last is the last"
+    accepted = (await world.broker.send(sent)).kept
+    assert accepted.column("kind").to_pylist() == [Kind.MESSAGE, *[Kind.SCHEDULED] * 3]
+    assert accepted.column("topic").to_pylist() == ["a", SCHEDULE_TOPIC, "c", SCHEDULE_TOPIC]
+    assert accepted.column("queue_id").to_pylist()[1::2] == [0, 17], (
+        "a level beyond the last one is the last level"
+    )
     assert set(world.broker.topics()) == {"a", "b", "c", SCHEDULE_TOPIC}
     await world.advance(500)
     assert len(await rows_of(world, "c")) == 1 and await rows_of(world, "b") == []
@@ -74,16 +82,16 @@ async def test_a_batch_may_mix_immediate_delayed_and_level_messages(world: World
     assert decode_properties((await rows_of(world, "a"))[1]["properties"])["DELAY"] == "18"
 
 
-@pytest.mark.parametrize("stopped", ["stop", "cut"])
+@pytest.mark.parametrize("way", ["stop", "cut"])
 @on_node()
-async def test_a_restart_neither_loses_nor_repeats_level_messages(world: World, stopped: str) -> None:
+async def test_a_restart_neither_loses_nor_repeats_level_messages(world: World, way: str) -> None:
     keys = [key for level in (1, 3, 5, 3, 14) for key in await world.send_levels("a", [level] * 3)]
     await world.checkpoint()
     keys += await world.send_levels("a", [1, 3, 5])
     await world.cancel([keys[3], keys[6], keys[-1]])
     await world.advance(SECOND_MS)
     for wait_ms in (9 * SECOND_MS, 50 * SECOND_MS, 600 * SECOND_MS):
-        if stopped == "cut":
+        if way == "cut":
             after_cut = World(world.files.crash(survival="nothing"), world.clock, world.observed)
             await world.abandon()
             world.files, world.node = after_cut.files, None
@@ -115,7 +123,8 @@ def test_an_invalid_table_of_levels_is_refused_at_the_start() -> None:
 
 
 async def cancel_verdicts(world: World, **named: Any) -> list[tuple[str, int | None]]:
-    return [(found.verdict, found.seq) for found in await world.broker.cancel(**named)]
+    """Cancel messages. Returns the verdict and the number of each."""
+    return [(verdict.verdict, verdict.seq) for verdict in await world.broker.cancel(**named)]
 
 
 @on_node()
@@ -145,7 +154,9 @@ async def test_a_message_with_a_delay_level_can_be_cancelled(world: World) -> No
     await world.advance(600 * SECOND_MS)
     assert [row["unique_key"] for row in await rows_of(world, "orders")] == ["u3"]
     [cancelled] = world.broker.read_log(1, 100, [Kind.CANCEL])
-    assert cancelled.column("topic").to_pylist() == ["orders"] * 3, "the topic it was for"
+    assert cancelled.column("topic").to_pylist() == ["orders"] * 3, (
+        "the CANCEL rows have the topic of the messages"
+    )
 
 
 @on_node()
@@ -212,8 +223,8 @@ async def test_a_level_message_to_a_missing_topic_is_refused(world: World) -> No
 
 @on_node(delay_levels="2s 1h")
 async def test_a_configured_table_of_delay_levels_is_used(world: World) -> None:
-    kept = (await world.broker.send(batch_of_levels(1, 2, 3))).kept
-    assert kept.column("queue_id").to_pylist() == [0, 1, 1]
+    accepted = (await world.broker.send(batch_of_levels(1, 2, 3))).kept
+    assert accepted.column("queue_id").to_pylist() == [0, 1, 1]
     assert len(world.broker.queues(SCHEDULE_TOPIC)) == 18
     await world.advance(2 * SECOND_MS)
     assert len(await rows_of(world, "orders")) == 1

@@ -26,7 +26,7 @@ from timeball.table.merging import FILES_MIN
 
 
 async def start_after_cut(world: World) -> World:
-    """A second node on the durable state, beside the running one."""
+    """Start a second node on the state that a power cut would leave. The first node keeps running."""
     after_cut = World(
         world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms
     )
@@ -35,7 +35,7 @@ async def start_after_cut(world: World) -> World:
 
 
 def fill_the_disk(world: World) -> None:
-    """From here on, every operation that takes space fails."""
+    """Let every later operation that takes disk space fail."""
     world.files.fail_at(world.files.calls + 1, OverLimit("disk full"), forever=True)
 
 
@@ -52,6 +52,7 @@ async def test_a_checkpoint_is_written_only_after_a_change(world: World) -> None
     await world.checkpoint()
     facts = checkpoint.load(world.files)
     assert facts is not None
+    # Rows 1 to 3: the META row of the topic, and two messages.
     assert (facts.facts.seq, facts.facts.queues) == (4, {"a": {0: (0, 1)}})
 
 
@@ -60,17 +61,19 @@ async def test_a_snapshot_is_written_when_the_log_has_grown_enough(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "SNAPSHOT_BYTES", 100_000)
-    found = []
+    snapshot_seqs = []
     for _ in range(6):
         await world.send("a", [None, FAR_MS], 30_000)
         await world.checkpoint()
         last = checkpoint.last_snapshot(world.broker.log.reader.segments)
-        found.append(0 if last is None else last.facts.seq)
-    assert found[0] == 0 and len(set(found)) == 4, "every 100,000 bytes, and not at every checkpoint"
+        snapshot_seqs.append(0 if last is None else last.facts.seq)
+    assert snapshot_seqs[0] == 0 and len(set(snapshot_seqs)) == 4, (
+        "every 100,000 bytes, and not at every checkpoint"
+    )
     await world.restart()
     await world.checkpoint()
     last = checkpoint.last_snapshot(world.broker.log.reader.segments)
-    assert last is not None and last.facts.seq == found[-1], "a start knows where the last one stands"
+    assert last is not None and last.facts.seq == snapshot_seqs[-1], "a start finds the last snapshot"
 
 
 @on_node()
@@ -92,8 +95,8 @@ async def test_a_snapshot_that_fits_no_frame_does_not_prevent_the_checkpoint(
 async def test_log_from_seq_never_decreases(world: World) -> None:
     """Another replica may have removed rows before the last snapshot, and refuses a replica that asks for more."""
     await world.send("a", [None] * 9)
-    for known, expected in ((6, 6), (1, 1)):
-        await maintenance.Maintenance(world.broker, 1, known).snapshot()
+    for log_from_seq, expected in ((6, 6), (1, 1)):
+        await maintenance.Maintenance(world.broker, 1, log_from_seq).snapshot()
         last = checkpoint.last_snapshot(world.broker.log.reader.segments)
         assert last is not None and last.facts.log_from_seq == expected
 
@@ -117,6 +120,7 @@ async def test_a_stop_saves_offsets_and_a_checkpoint(world: World) -> None:
     await world.consume()
     await world.stop()
     saved = checkpoint.load(world.files)
+    # Rows 1 to 4: the META row of the topic, two messages, and the META row of the offset.
     assert saved is not None and saved.facts.seq == 5
     after_cut = await start_after_cut(world)
     assert after_cut.broker.offsets(GROUP, "a")[0] == 1
@@ -133,7 +137,7 @@ async def test_a_stop_succeeds_with_a_full_disk(world: World) -> None:
     await world.stop()
     world.files.heal()
     await world.start()
-    assert world.broker.offsets(GROUP, "a")[0] == 1, "state goes into the segment at hand"
+    assert world.broker.offsets(GROUP, "a")[0] == 1, "offsets are written to the current segment"
 
 
 @on_node()
@@ -176,8 +180,8 @@ async def count_repetitions(world: World, *errors: BaseException) -> int:
     task = asyncio.create_task(world.node.maintenance._repeat(1, duty))
     finished = asyncio.create_task(done.wait())
     await asyncio.wait([task, finished], return_when=asyncio.FIRST_COMPLETED)
-    for one in (task, finished):
-        one.cancel()
+    for each_task in (task, finished):
+        each_task.cancel()
     await asyncio.gather(task, finished, return_exceptions=True)
     return calls
 
@@ -188,20 +192,20 @@ async def test_a_duty_refused_by_a_full_disk_is_tried_again(world: World) -> Non
     assert world.failure is None
 
 
-@pytest.mark.parametrize("error", [DiskFailed("gone"), ValueError("a mistake of ours")])
+@pytest.mark.parametrize("error", [DiskFailed("gone"), ValueError("a bug")])
 @on_node(failing=True)
 async def test_a_duty_with_an_unexpected_error_stops_the_broker(world: World, error: Exception) -> None:
     assert await count_repetitions(world, error) == 1
     assert world.failure is error
 
 
-# ---- compaction by itself -----------------------------------------------------------------------------------
+# ---- compaction by the broker -------------------------------------------------------------------------------
 
 EAGER = {"compact_rows": 200, "compact_interval_ms": 60_000}  # after the interval 2 rows are enough
 
 
 async def rows_after_compaction_check(world: World) -> int:
-    """Rows in the table after a look."""
+    """Run the duty that compacts if it is worth it. Returns the number of rows in the table."""
     assert world.node is not None
     await world.node.maintenance.compact_if_worth()
     return int(world.broker.status()["schedule"]["table_rows"])
@@ -250,11 +254,11 @@ async def test_a_compactor_lease_ends_within_an_hour(world: World) -> None:
     assert world.broker.mover.external_compactor_until_ms == world.clock.wall + HOUR_MS
 
 
-# ---- letting go ---------------------------------------------------------------------------------------------
+# ---- retention ----------------------------------------------------------------------------------------------
 
 
 async def fill_segments(world: World, rows: int = 24) -> None:
-    """Segments hold about ten of these."""
+    """Send large messages. A segment holds about ten of them."""
     for _ in range(rows // 6):
         await world.send("filler", [None] * 6, 100_000)
     world.clock.advance(1_000)
@@ -269,7 +273,7 @@ async def test_segments_are_removed_only_after_the_retention(world: World) -> No
     world.clock.advance(HOUR_MS)
     await world.apply_retention()
     first_seq = world.broker.log.reader.first_seq
-    assert first_seq == 26, "the newest segment too, since it is old"
+    assert first_seq == 26, "the newest segment is removed too, because it is old"
     for low, high in world.broker.queues("filler").values():
         assert 0 < low <= high == 12
     kept = [row.seq for row in (await world.outcome()).rows]
@@ -291,8 +295,8 @@ async def test_a_log_smaller_than_a_segment_is_removed_by_age(world: World) -> N
         kept.append(reader.next_seq - reader.first_seq)
         if minute % 20 == 10:
             await world.restart()
-    # Of one and a half retentions, and of the minute until the next look; some 20 rows a minute. The timing of threads
-    # moves the count by a few rows (seen: 30 to 34).
+    # The rows of 1.5 times the retention and of the minute until the next pass, some 20 rows a minute. The timing of
+    # threads changes the count by a few rows (measured: 30 to 34).
     assert max(kept[10:]) <= max(kept[:10]) + 5 < 150, kept
     segments = world.broker.log.reader.segments.all
     assert len(segments) <= 5 and world.clock.wall - segments[0].newest_append_ms <= 3 * MINUTE_MS
@@ -312,7 +316,7 @@ async def test_an_unused_log_is_removed_by_age(world: World) -> None:
         world.clock.advance(HOUR_MS)
     rows = world.broker.log.reader.next_seq
     assert (await world.outcome()).rows == [] and world.broker.log.reader.first_seq > 10
-    # Then all is done: no snapshot follows another.
+    # From now on retention appends no further snapshot.
     for _ in range(3):
         await world.apply_retention()
         world.clock.advance(HOUR_MS)
@@ -324,7 +328,7 @@ async def test_an_unused_log_is_removed_by_age(world: World) -> None:
 async def test_a_clock_that_was_ahead_for_two_seconds_does_not_stop_retention(
     world: World, is_used: bool
 ) -> None:
-    """The broker never accepts the wrong time, but the frames of these two seconds carry it, also after a restart."""
+    """The broker never uses the wrong time, but the frames of these two seconds contain it, also after a restart."""
     ahead_ms = 3_650 * DAY_MS
     world.clock.step_wall(ahead_ms)
     await world.send("a", [None])
@@ -349,7 +353,7 @@ async def test_a_clock_that_was_ahead_for_two_seconds_does_not_stop_retention(
 async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
     world: World, monkeypatch: pytest.MonkeyPatch, seals: bool
 ) -> None:
-    """Of many queues, a share in each turn of the event loop. A consumer is never offered a removed row."""
+    """Each turn of the event loop hides offsets of a share of the queues. No consumer is offered a removed row."""
     queue_count = 3 * GROUPS_AT_ONCE
     await world.create_topic("a", queue_count)
     await world.send("a", [None] * queue_count)
@@ -364,7 +368,7 @@ async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
     queues = [queue.index for queue in world.broker.tables.topics.find_topic("a").queues]
     hidden_counts = [0]
 
-    async def look() -> None:
+    async def watch() -> None:
         while hidden_counts[-1] < queue_count:
             first_seq = world.broker.log.reader.first_seq
             shown = [index for index in queues if index.min_offset < index.max_offset]
@@ -373,16 +377,16 @@ async def test_retention_hides_offsets_in_shares_and_before_their_rows_go(
             hidden_counts.append(queue_count - len(shown))
             await asyncio.sleep(0)
 
-    looking = asyncio.create_task(look())
+    watching = asyncio.create_task(watch())
     await world.apply_retention()
-    await looking
+    await watching
     assert max(np.diff(hidden_counts)) <= GROUPS_AT_ONCE
     assert world.broker.log.reader.first_seq > queue_count
 
 
 @on_node(retention_ms=1)
 async def test_a_pending_message_in_a_short_tail_does_not_keep_old_segments(world: World) -> None:
-    """Its tail is too small for a compaction. It is moved because it prevents the removal of segments."""
+    """The tail is too short for a compaction, but is compacted because it prevents the removal of segments."""
     key = (await world.send("a", [DAY_MS]))[0]
     await fill_segments(world)
     await world.apply_retention()
@@ -410,11 +414,11 @@ async def test_data_files_with_only_settled_messages_are_removed_from_the_table(
     await world.broker.send(batch(1))
 
 
-# ---- keys of data files, before somebody asks for them ----------------------------------------------------------
+# ---- keys of data files -----------------------------------------------------------------------------------------
 
 
-def _spoken_of(world: World) -> set[str]:
-    """The data files that a run of keys refers to."""
+def indexed_files(world: World) -> set[str]:
+    """List the data files whose keys are in a run of keys."""
     runs = [
         KeyRun(world.files.map_readonly(f"{KEYS_FOLDER}/{name}"))
         for name in world.files.list_dir(KEYS_FOLDER)
@@ -427,20 +431,20 @@ async def test_a_compaction_indexes_the_keys_of_its_files(world: World) -> None:
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
     live = {entry.path for entry in world.broker.scheduling.hour_log.pending.live.entries}
-    assert len(live) == 2 and _spoken_of(world) == live
+    assert len(live) == 2 and indexed_files(world) == live
     await world.cancel(ids[:1])
 
 
 @on_node()
 async def test_the_keys_of_new_data_files_are_indexed_before_the_first_cancel(world: World) -> None:
-    """Files of a writer that wrote no keys."""
+    """As after an attach of files by a writer that wrote no keys."""
     assert world.node is not None
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
     for name in world.files.list_dir(KEYS_FOLDER):
         world.files.remove(f"{KEYS_FOLDER}/{name}")
     await world.node.maintenance.index_keys()
-    assert _spoken_of(world) == {
+    assert indexed_files(world) == {
         entry.path for entry in world.broker.scheduling.hour_log.pending.live.entries
     }
     await world.cancel(ids[:1])
@@ -459,10 +463,10 @@ async def test_a_damaged_data_file_does_not_prevent_the_index_of_the_others(
     world.files.replace(f"{FOLDER}/{first.path}", b"PAR1 is not all there is to it")
     logging.disable(logging.NOTSET)
     await world.node.maintenance.index_keys()
-    assert _spoken_of(world) == {second.path}
+    assert indexed_files(world) == {second.path}
     with pytest.raises(Corrupt, match=first.path):
         await world.broker.cancel(ids=ids)
-    assert caplog.text.count("keys not indexed") == 1, "once, and not at every look-up"
+    assert caplog.text.count("keys not indexed") == 1, "logged once, and not at every look-up"
 
 
 @on_node(retention_ms=HOUR_MS)
@@ -473,7 +477,9 @@ async def test_files_removed_from_the_table_are_deleted_with_the_log_retention(w
         await world.broker.mover.compact()
     folder = f"{FOLDER}/{world.broker.scheduling.hour_log.pending.all()[0].entry.path.rpartition('/')[0]}"
     assert await world.broker.mover.rewrite() is not None
-    assert len(world.files.list_dir(folder)) == FILES_MIN + 1, "who reads the version before still can"
+    assert len(world.files.list_dir(folder)) == FILES_MIN + 1, (
+        "readers of the previous version can still read its files"
+    )
     world.clock.advance(HOUR_MS - SECOND_MS)
     await world.node.maintenance.apply_retention()
     assert len(world.files.list_dir(folder)) == FILES_MIN + 1
@@ -495,7 +501,9 @@ async def test_log_space_is_prepared_only_for_loaded_messages(
     warm = world.broker.log.writer.next_segment._warm
     await world.send("a", [FAR_MS] * 10, 30_000)
     await duties.prepare_log_space()
-    assert not warm and not duties._is_burst, "it is due in a long time"
+    assert not warm and not duties._is_burst, (
+        "the messages are not loaded yet, because they are due in a long time"
+    )
     await world.send("a", [2 * SECOND_MS] * 8, 30_000)
     await duties.prepare_log_space()
     warm = world.broker.log.writer.next_segment._warm
@@ -503,4 +511,4 @@ async def test_log_space_is_prepared_only_for_loaded_messages(
     await world.advance(3 * SECOND_MS)
     await world.settled()
     await duties.prepare_log_space()
-    assert not duties._is_burst, "all of it has been released"
+    assert not duties._is_burst, "all loaded messages were released"

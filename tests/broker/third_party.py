@@ -49,23 +49,25 @@ def _delete_and_vacuum(uri: str) -> None:
     _vacuum(uri)
 
 
-def _delete_some(uri: str) -> None:
+def _delete_one_row(uri: str) -> None:
     table = DeltaTable(uri)
     seq = table.to_pyarrow_table(columns=["seq"])["seq"].to_pylist()
     table.delete(f"seq = {seq[0]}" if seq else None)
 
 
 def _checkpoint(uri: str) -> None:
+    """Write a checkpoint of the Delta log, and delete the commits that it replaces."""
     table = DeltaTable(uri)
     table.create_checkpoint()
     table.cleanup_metadata()
 
 
 def _overwrite(uri: str) -> None:
+    """Replace all rows by one row with an additional column."""
     table = DeltaTable(uri)
     rows = table.to_pyarrow_table().slice(0, 1)
-    other = rows.append_column("mine", pa.array([1] * len(rows)))
-    write_deltalake(table, other, mode="overwrite", schema_mode="overwrite")
+    changed_rows = rows.append_column("mine", pa.array([1] * len(rows)))
+    write_deltalake(table, changed_rows, mode="overwrite", schema_mode="overwrite")
 
 
 def _append(uri: str) -> None:
@@ -83,7 +85,7 @@ OPERATIONS: dict[str, Operation] = {
     "ZORDER": lambda uri: DeltaTable(uri).optimize.z_order(["seq"]),
     "VACUUM": _vacuum,
     "DELETE": lambda uri: DeltaTable(uri).delete(),
-    "DELETE of one row": _delete_some,
+    "DELETE of one row": _delete_one_row,
     "DELETE and VACUUM": _delete_and_vacuum,
     "UPDATE": lambda uri: DeltaTable(uri).update({"due_ms": "1"}),
     "INSERT": _append,

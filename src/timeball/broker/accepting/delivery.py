@@ -453,7 +453,7 @@ class Delivery:
 def _split_by_state(
     scheduled_rows: pa.RecordBatch, now_ms: int, states: States | None
 ) -> tuple[Bools, Bools]:
-    """Compute a mask of messages that selections cancel now, and one of messages that must wait. They do not overlap."""
+    """Compute masks of messages that selections cancel now and of messages that must wait. They do not overlap."""
     if states is None:
         return np.zeros(scheduled_rows.num_rows, np.bool_), np.zeros(scheduled_rows.num_rows, np.bool_)
     # Cancelled messages are cancelled for good when they are due. A held one waits once, so that an undo restores it.
