@@ -22,7 +22,7 @@ KEEPERS = ["timer_wheel", "level_cascade"]
 MINUTE_MS = 60 * SECOND_MS
 BODY_BYTES = 100_000  # ten to a segment
 
-for_each_keeper = pytest.mark.parametrize("schedule", KEEPERS)
+kept_by = pytest.mark.parametrize("schedule", KEEPERS)
 
 
 async def begin(world: World, schedule: str, **settings: object) -> None:
@@ -36,7 +36,7 @@ async def count_rows(world: World, kind: Kind) -> int:
     return sum(rows.num_rows for rows in reader.coalesced(reader.first_seq, reader.next_seq, [kind], 1_000))
 
 
-async def advance_minutes(world: World, minutes: int) -> None:
+async def move_on(world: World, minutes: int) -> None:
     """Advance the clock in steps of 6 s, so that the strategy works as in real time."""
     for _ in range(minutes * 10):
         await world.advance(6 * SECOND_MS)
@@ -56,7 +56,7 @@ async def delivered_keys(world: World) -> list[str]:
 # ---- pending messages -----------------------------------------------------------------------------------------
 
 
-@for_each_keeper
+@kept_by
 @on_node(compact_rows=1)
 async def test_a_strategy_with_own_files_stores_scheduled_messages_and_nothing_is_compacted(
     world: World, schedule: str
@@ -73,7 +73,7 @@ async def test_a_strategy_with_own_files_stores_scheduled_messages_and_nothing_i
     assert world.broker.status()["schedule"]["table_files"] == 0
 
 
-@for_each_keeper
+@kept_by
 @on_node()
 async def test_files_of_a_bulk_job_are_released_beside_the_strategys_own_messages(
     world: World, schedule: str
@@ -82,7 +82,7 @@ async def test_files_of_a_bulk_job_are_released_beside_the_strategys_own_message
     sent = await world.send("a", [40 * SECOND_MS])
     bulk = await world.bulk("a", [20 * SECOND_MS, 50 * SECOND_MS], 1)
     await world.cancel([bulk[1]])
-    await advance_minutes(world, 1)
+    await move_on(world, 1)
     assert await delivered_keys(world) == sorted([sent[0], bulk[0]])
     assert check(world.observed, await world.outcome()) == []
 
@@ -90,7 +90,7 @@ async def test_files_of_a_bulk_job_are_released_beside_the_strategys_own_message
 # ---- retention, and cancels of messages whose rows it has removed -----------------------------------------------
 
 
-@for_each_keeper
+@kept_by
 @on_node()
 async def test_old_segments_are_removed_although_one_of_their_messages_is_pending(
     world: World, schedule: str
@@ -100,7 +100,7 @@ async def test_old_segments_are_removed_although_one_of_their_messages_is_pendin
     seq = (await world.broker.send(batch(1, delay_ms=[12 * MINUTE_MS], topic=["a"]))).first_seq
     for _ in range(11):
         await fill_a_segment(world)
-        await advance_minutes(world, 1)
+        await move_on(world, 1)
         await world.checkpoint()
         await world.apply_retention()
     reader = world.broker.log.reader
@@ -112,11 +112,11 @@ async def test_old_segments_are_removed_although_one_of_their_messages_is_pendin
     assert (by_id.verdict, by_number.verdict, by_number.seq) == ("cancelled", "cancelled", seq)
     assert (await world.broker.cancel(seqs=[seq]))[0].verdict == "already_cancelled"
     await world.restart()
-    await advance_minutes(world, 4)
+    await move_on(world, 4)
     assert await delivered_keys(world) == [keys[1]]
 
 
-@for_each_keeper
+@kept_by
 @on_node()
 async def test_retention_keeps_the_segments_of_pending_messages(world: World, schedule: str) -> None:
     await begin(world, schedule)
@@ -200,7 +200,7 @@ async def test_only_pending_messages_have_the_property_of_a_cascade(world: World
     scheduled_row = texts[Kind.SCHEDULED]
     assert scheduled_row is not None and "TIMING-LIST" in scheduled_row and "c\x01d" in scheduled_row
     assert "TIMING-LIST" not in (texts[Kind.MESSAGE] or "")
-    await advance_minutes(world, 62)
+    await move_on(world, 62)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert sorted(text.strip("\x02") for text in column(rows, "properties") if text) == ["a\x01b", "c\x01d"]
 
@@ -209,14 +209,14 @@ async def test_only_pending_messages_have_the_property_of_a_cascade(world: World
 
 
 @pytest.mark.parametrize("next_strategy", ["hour_log", *KEEPERS])
-@for_each_keeper
+@kept_by
 @on_node()
 async def test_another_strategy_releases_pending_and_overdue_messages_after_a_restart(
     world: World, schedule: str, next_strategy: str
 ) -> None:
     await begin(world, schedule)
     keys = await world.send("a", [5 * SECOND_MS, 50 * SECOND_MS, 5 * MINUTE_MS, HOUR_MS, 5 * MINUTE_MS])
-    await advance_minutes(world, 2)
+    await move_on(world, 2)
     await world.cancel([keys[4]])
     late = await world.send("a", [-HOUR_MS, 5 * SECOND_MS])
     await world.stop()
@@ -226,7 +226,7 @@ async def test_another_strategy_releases_pending_and_overdue_messages_after_a_re
     await world.settled()
     assert await delivered_keys(world) == sorted([*keys[:2], *late])
     await world.cancel([keys[3]])
-    await advance_minutes(world, 4)
+    await move_on(world, 4)
     await world.restart()
     await world.advance(2 * HOUR_MS)
     await world.consume()
@@ -251,7 +251,7 @@ async def test_the_property_of_a_cascade_is_not_delivered(
         await world.restart(strategy="hour_log")
         await world.compact()
     await world.restart(strategy=next_strategy)
-    await advance_minutes(world, 6)
+    await move_on(world, 6)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert [text.strip("\x02") for text in column(rows, "properties")] == ["TIMING\x0108:00:00"] * 2
     # The index counts these properties: one rebuilt from the log must count the same.

@@ -18,8 +18,8 @@ from timeball.model.errors import Forbidden, InvalidName, RequestError
 @on_node()
 async def test_topics_are_created_and_changed(world: World) -> None:
     admin, topics = world.broker.administration, world.broker.tables.topics
-    made = TopicChange("a", TopicConfig(3, 2), "+message.type=DELAY", "MULTI_TAG")
-    await admin.configure_topics([made, TopicChange("b", TopicConfig(1, 1))], ANONYMOUS)
+    change = TopicChange("a", TopicConfig(3, 2), "+message.type=DELAY", "MULTI_TAG")
+    await admin.configure_topics([change, TopicChange("b", TopicConfig(1, 1))], ANONYMOUS)
     a = topics.get("a")
     assert (a.read_queues, a.write_queues, a.filter_type) == (3, 2, "MULTI_TAG")
     assert a.config.attributes == {"message.type": "DELAY"} and topics.get("b").read_queues == 1
@@ -96,14 +96,14 @@ async def test_changes_without_the_admin_permission_are_refused(world: World) ->
         {"authorization": "Bearer shop:secret of shop"}, 0
     )
     admin = world.broker.administration
-    verbs: list[Callable[[Caller], Awaitable[None]]] = [
+    operations: list[Callable[[Caller], Awaitable[None]]] = [
         lambda caller: admin.configure_topics([TopicChange("a", TopicConfig(1, 1))], caller),
         lambda caller: admin.set_order("a", caller, order=True),
         lambda caller: admin.delete_topic("a", caller),
         lambda caller: admin.configure_groups([SubscriptionGroup("g")], caller),
         lambda caller: admin.delete_group("g", caller, with_offsets=True),
     ]
-    for verb in verbs:
+    for operation in operations:
         with pytest.raises(Forbidden):
-            await verb(shop)
+            await operation(shop)
     assert world.broker.topics() == {} and world.broker.tables.groups.all() == []

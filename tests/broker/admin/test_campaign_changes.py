@@ -47,7 +47,7 @@ def numbers_of(world: World, name: str = "spring") -> list[int]:
 
 
 async def without_caches(world: World) -> None:
-    """Start with the log and the data files only."""
+    """Restart the node with only the log and the data files."""
     await world.stop()
     world.files = world.files.crash(survival="everything")
     for name in list(names(world.files)):
@@ -56,7 +56,7 @@ async def without_caches(world: World) -> None:
     await world.start()
 
 
-# ---- its life --------------------------------------------------------------------------------------------------
+# ---- states of a campaign --------------------------------------------------------------------------------------
 
 
 @on_node()
@@ -174,7 +174,7 @@ async def test_the_count_of_a_cancelled_campaign_survives_a_restart(world: World
 
 
 def world_after_cut_in_cancel(call: int) -> World:
-    """The disk after a power cut at this call of a cancel. The campaign has three files."""
+    """Cut the power at this call of a cancel, whose campaign has three files. Returns a world on the remaining disk."""
     files, clock = CutFiles(), ManualClock()
     world = World(files, clock)
 
@@ -191,21 +191,23 @@ def world_after_cut_in_cancel(call: int) -> World:
 def test_a_cancel_that_was_interrupted_by_a_kill_is_finished_after_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only a repeated command finished the cancel. Until then, its scheduled messages were released."""
+    """In an earlier version only a repeated command finished the cancel, and until then messages were released."""
     monkeypatch.setattr(maintenance, "CANCELS_INTERVAL_MS", 200)
-    found = set()
+    has_held_messages = set()
 
     async def after(world: World) -> None:
         await world.start()
         try:
             assert state(world) == "cancelled"
-            found.add(world.broker.campaigns("spring")[0].held_from_ms is not None)
+            has_held_messages.add(world.broker.campaigns("spring")[0].held_from_ms is not None)
             await world.advance(HOUR_MS)
             assert await delivered(world) == []
             await world.until(
                 lambda: not len(world.broker.scheduling.outcomes.holds), "the cancel is finished"
             )
-            assert world.broker.campaigns("spring")[0].cancelled == 3  # those before the cut as well
+            assert (
+                world.broker.campaigns("spring")[0].cancelled == 3
+            )  # the messages that were cancelled before the cut count, too
             await without_caches(world)
             await world.advance(41 * DAY_MS)
             assert await delivered(world) == []
@@ -214,7 +216,7 @@ def test_a_cancel_that_was_interrupted_by_a_kill_is_finished_after_the_start(
 
     for call in (1, 4, 20):
         run(after(world_after_cut_in_cancel(call)))
-    assert found == {True, False}  # whether messages of the campaign remain
+    assert has_held_messages == {True, False}, "some cuts came before the end of the cancel, some after it"
 
 
 @on_node()
@@ -230,7 +232,7 @@ async def test_a_cancel_that_fails_is_tried_again_and_does_not_stop_the_broker(
         patch.setattr(world.broker.campaign_changes, "_cancel_ranges", AsyncMock(side_effect=error))
         await world.broker.campaign_changes.finish_cancels()
     await world.advance(HOUR_MS)
-    # It does not repeat by itself: each try reads all files before the damaged one.
+    # Not tried again without a command, because each try reads all files before the damaged one.
     await world.broker.campaign_changes.finish_cancels()
     assert world.broker.campaigns("spring")[0].held_from_ms is not None
     spring = await world.broker.change_campaign("spring", "cancel")
@@ -266,7 +268,7 @@ async def test_at_the_limit_campaigns_that_are_over_are_deleted_for_new_ones(
 async def test_a_plan_with_the_id_of_a_deleted_campaign_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The campaign was planned, and the attach of its new rows was answered as repeated: the rows were lost."""
+    """An earlier version accepted the plan and answered the attach of new rows as a repetition: the rows were lost."""
     monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 1)
     keys = await world.campaign("one", "a", [SECOND_MS])
     await world.advance(2 * SECOND_MS)
@@ -280,7 +282,7 @@ async def test_a_plan_with_the_id_of_a_deleted_campaign_is_refused(
     assert await delivered(world) == keys
 
 
-# ---- other work meanwhile --------------------------------------------------------------------------------------
+# ---- concurrent operations ------------------------------------------------------------------------------------
 
 
 @on_node(compact_rows=1_000_000)
@@ -321,7 +323,7 @@ def call_after_files(
 async def test_a_cancel_of_one_message_during_a_resume_stays_in_effect(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pause arrives while the files are written. It applies at the new due time all the same."""
+    """The cancel comes while the resume writes its files. The message is not released at its new due time either."""
     keys = await world.campaign("spring", "a", [MINUTE_MS] * 3)
     await world.broker.change_campaign("spring", "pause")
     await world.advance(HOUR_MS)
@@ -339,11 +341,11 @@ async def test_a_cancel_of_one_message_during_a_resume_stays_in_effect(
 
 @on_node()
 async def test_a_resume_passes_through_settled_messages_in_another_thread(world: World) -> None:
-    """Ten million of them would hold the event loop for twenty seconds."""
+    """On the event loop, ten million settled messages would take twenty seconds."""
     threads = set[threading.Thread]()
 
-    class Noting(np.ndarray[Any, np.dtype[np.int64]]):
-        """A column that notes the threads in which numpy computes with it."""
+    class ThreadRecorder(np.ndarray[Any, np.dtype[np.int64]]):
+        """A column that records the threads in which numpy computes with it."""
 
         def __array_function__(self, function: Any, *how: Any) -> Any:
             threads.add(threading.current_thread())
@@ -359,7 +361,7 @@ async def test_a_resume_passes_through_settled_messages_in_another_thread(world:
     outcomes = world.broker.scheduling.outcomes
     outcomes.settled()
     (settled_run,) = outcomes._cancelled._index._runs
-    settled_run.seq = settled_run.seq.view(Noting)
+    settled_run.seq = settled_run.seq.view(ThreadRecorder)
     assert await world.resume("spring", keys) == 2
     assert threads and threading.main_thread() not in threads
 
@@ -382,11 +384,13 @@ async def test_messages_due_during_a_pause_or_resume_are_not_late(
 
 
 async def send_in_files(world: World, count: int) -> list[str]:
-    """A paused campaign with `count` files, all due in one hour."""
+    """Attach a campaign with `count` files of one message each, due in about a minute, and pause it. Returns keys."""
     first, keys = await world.broker.reserve(count), world.fresh_keys(count)
     now_ms = world.clock.wall
     sent = [Sent(key, "a", b"", now_ms + MINUTE_MS + at) for at, key in enumerate(keys)]
-    files = [world._write_files(table_rows([one], first + at, now_ms))[0] for at, one in enumerate(sent)]
+    files = [
+        world._write_files(table_rows([message], first + at, now_ms))[0] for at, message in enumerate(sent)
+    ]
     await world.broker.change_campaign("spring", "plan", rows=count)
     ranges = [(first, count)]
     await world.broker.attach(Attachment(job="bulk", job_id="spring", epoch=0, files=files, ranges=ranges))
@@ -402,7 +406,7 @@ def data_files(world: World) -> set[str]:
 async def test_a_resume_writes_few_files_for_a_campaign_in_many(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume wrote one file for each held file, and was then refused. More than 5,000 could never be resumed."""
+    """An earlier version wrote a file for each held file. A campaign of more than 5,000 files could not be resumed."""
     monkeypatch.setattr(limits, "ATTACH_FILES_MAX", 12)
     keys = await send_in_files(world, 12)
     await world.advance(10 * MINUTE_MS)
@@ -454,7 +458,9 @@ async def test_a_resume_that_fails_leaves_no_file_behind(
 
     async def then_fails(*args: Any) -> None:
         await work(*args)
-        mover.has_unfinished_attach = amid_an_attach  # another's, between its row and its commit
+        mover.has_unfinished_attach = (
+            amid_an_attach  # as during another attach, between its row and its commit
+        )
         raise OverLimit("the disk is full")
 
     def fails_amid(*args: Any, **options: Any) -> Iterator[Any]:
@@ -483,7 +489,7 @@ async def test_an_attach_without_a_plan_creates_no_campaign(world: World) -> Non
     assert world.broker.campaigns() == []
 
 
-# ---- any course of things --------------------------------------------------------------------------------------
+# ---- random sequences of operations --------------------------------------------------------------------------
 
 STEPS = [
     "pause",
@@ -500,20 +506,22 @@ STEPS = [
 
 @dataclass
 class Model:
-    """The expected state of a campaign: due times by key, and the outcome of each."""
+    """The expected state of a campaign: due times by key, the time of its pause, released and cancelled messages."""
 
     due_ms: dict[str, int]
     paused_ms: int | None = None
-    out: set[str] = field(default_factory=set)
+    released: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
 
     def pass_to(self, now_ms: int) -> None:
+        """Release the messages that are due."""
         if self.paused_ms is None:
-            self.out |= {key for key, due_ms in self.due_ms.items() if due_ms <= now_ms} - self.ended
+            self.released |= {key for key, due_ms in self.due_ms.items() if due_ms <= now_ms} - self.ended
 
     def resume(self, now_ms: int, *, shift: bool) -> set[str]:
+        """End the pause. Returns the keys of the messages that were held."""
         assert self.paused_ms is not None
-        held = self.due_ms.keys() - self.out - self.ended
+        held = self.due_ms.keys() - self.released - self.ended
         later_ms = now_ms - self.paused_ms if shift else 0
         self.due_ms |= {key: max(self.due_ms[key] + later_ms, now_ms) for key in held}
         self.paused_ms = None
@@ -535,7 +543,7 @@ def test_each_message_is_released_once_at_its_due_time_through_pauses_and_crashe
         numbers = dict(zip(keys, numbers_of(world), strict=True))
         due_ms = [start_ms + delay_ms for delay_ms in sorted(delays_ms)]
         model = Model(dict(zip(keys, due_ms, strict=True)))
-        # In the same files after a rewrite.
+        # The messages of a second job, which share files with the campaign after a rewrite.
         others = Model(dict(zip(await world.bulk("a", delays_ms, 1), due_ms, strict=True)))
         for step, number in steps:
             now_ms = world.clock.wall
@@ -549,9 +557,9 @@ def test_each_message_is_released_once_at_its_due_time_through_pauses_and_crashe
             elif step == "cancel one":
                 key = keys[number % len(keys)]
                 [verdict] = await world.broker.cancel(ids=[key])
-                assert (verdict.verdict == "cancelled") == (key not in model.out | model.ended)
+                assert (verdict.verdict == "cancelled") == (key not in model.released | model.ended)
                 assert verdict.seq == numbers[key]
-                if key not in model.out:
+                if key not in model.released:
                     model.ended.add(key)
             elif step == "advance":
                 await world.advance([SECOND_MS, 10 * SECOND_MS, MINUTE_MS, HOUR_MS, 500, 0][number])
@@ -567,8 +575,8 @@ def test_each_message_is_released_once_at_its_due_time_through_pauses_and_crashe
                 await world.checkpoint()
             for each in (model, others):
                 each.pass_to(world.clock.wall)
-            assert await delivered(world) == sorted(model.out | others.out), step
-            remaining = set(keys) - model.out - model.ended | others.due_ms.keys() - others.out
+            assert await delivered(world) == sorted(model.released | others.released), step
+            remaining = set(keys) - model.released - model.ended | others.due_ms.keys() - others.released
             assert world.broker.pending_messages == len(remaining), step
         if model.paused_ms is not None:
             await world.resume("spring", model.resume(world.clock.wall, shift=True), shift=True)
@@ -589,7 +597,7 @@ async def merge_files(world: World, epoch: int) -> None:
 async def test_a_schedule_that_forgets_a_hold_is_caught(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without the hold a pause changes nothing."""
+    """The negative control: without the hold, the messages of a paused campaign are released."""
     keys = await world.campaign("spring", "a", [SECOND_MS])
     monkeypatch.setattr(world.broker.scheduling.outcomes.holds, "add", lambda *_: None)
     monkeypatch.setattr(world.broker.scheduling.scheduler.loaded, "remove_held", lambda _: None)
@@ -599,7 +607,7 @@ async def test_a_schedule_that_forgets_a_hold_is_caught(
 
 
 @on_node()
-async def test_rows_in_the_log_agree_with_the_decisions(world: World) -> None:
+async def test_each_change_of_a_campaign_is_a_row_with_its_new_state(world: World) -> None:
     await world.campaign("spring", "a", [HOUR_MS])
     await world.broker.change_campaign("spring", "pause")
     reader = world.broker.log.reader
@@ -609,6 +617,6 @@ async def test_rows_in_the_log_agree_with_the_decisions(world: World) -> None:
         for row in batch.to_pylist()
         if row["unique_key"] == "campaign/spring"
     ]
-    found = [msgspec.json.decode(row, type=CampaignFacts) for row in rows]
-    assert [facts.state for facts in found] == ["planned", "running", "paused"]
-    assert found[-1].held_from_ms is not None
+    logged_facts = [msgspec.json.decode(row, type=CampaignFacts) for row in rows]
+    assert [facts.state for facts in logged_facts] == ["planned", "running", "paused"]
+    assert logged_facts[-1].held_from_ms is not None

@@ -47,6 +47,7 @@ async def with_many_groups(world: World) -> LoopTurns:
 
 
 async def scrape_metrics(world: World) -> int:
+    """Read the metrics. Returns the number of groups that were examined, as the next two functions do."""
     assert world.node is not None
     text = (await world.node.metrics.text(ANONYMOUS)).decode()
     assert 'timeball_group_lag_messages{group="(others)",topic="(others)"}' in text
@@ -136,7 +137,9 @@ async def test_the_number_in_flight_changes_with_each_answer_and_not_with_a_rest
     again = await receive(world, 10)
     answered = [bodies(received)[number] for number in (0, 2, 3)]
     assert sorted([*bodies(again), *answered]) == [b"%d" % number for number in range(10)]
-    assert in_flight_counts(world) == {(GROUP, TOPIC): 8}, "a message that comes again counts for its topic"
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 8}, (
+        "a redelivered message counts for its original topic"
+    )
     await world.restart()
     assert in_flight_counts(world) == {(GROUP, TOPIC): 8}
 
@@ -152,4 +155,4 @@ async def test_an_ordered_message_that_was_given_back_is_not_in_flight(world: Wo
     await world.restart()
     assert in_flight_counts(world) == {}
     assert await world.broker.consuming.change_invisible_time(receipt, 5_000) == receipt
-    assert in_flight_counts(world) == {(GROUP, TOPIC): 1}, "its consumer has changed its mind"
+    assert in_flight_counts(world) == {(GROUP, TOPIC): 1}, "a longer invisible time leases it again"

@@ -16,6 +16,7 @@ from timeball.model.message import Kind
 
 
 def principal(**fields: Any) -> Principal:
+    """Build a caller whose account has these fields."""
     account = Account(access_key="a", secret_key="12345678", **fields)
     return Principal(Access({"a": account}), account)
 
@@ -29,8 +30,8 @@ async def test_a_subscription_its_pause_and_its_secret_survive_a_crash(world: Wo
     await world.abandon()
     world.files = files
     await world.start()
-    kept = world.broker.push.get("a", ANONYMOUS)
-    assert kept.paused and kept.url == subscription().url
+    restored = world.broker.push.get("a", ANONYMOUS)
+    assert restored.paused and restored.url == subscription().url
     (secret,) = world.broker.tables.push_subscriptions.secrets("a", 0)
     assert put.secret == "whsec_" + base64.b64encode(secret).decode()
 

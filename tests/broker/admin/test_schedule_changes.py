@@ -47,11 +47,13 @@ DAILY = {"cron": "0 9 * * *", "zone": "Europe/Berlin"}
 
 
 def account(name: str, topics: dict[str, str]) -> Caller:
-    known = Account(access_key=name, secret_key="secret 12", topics=topics)
-    return Principal(Access({name: known}), known)
+    """Build a caller with the rights `topics`."""
+    account = Account(access_key=name, secret_key="secret 12", topics=topics)
+    return Principal(Access({name: account}), account)
 
 
 def kinds_of_last_frame(world: World) -> list[int]:
+    """List the kinds of the rows in the last frame of the log."""
     reader = world.broker.log.reader
     *_, (_, rows) = reader.frames(1, reader.next_seq)
     return [Kind(kind) for kind in rows.column("kind").to_pylist()]
@@ -73,10 +75,10 @@ async def test_an_equal_put_appends_nothing(world: World) -> None:
 
 @on_node()
 async def test_programs_that_put_at_once_create_one_schedule(world: World) -> None:
-    said = await asyncio.gather(*(put(world, body=b"mine") for _ in range(20)))
-    assert sorted(said) == ["created", *["unchanged"] * 19]
-    said = await asyncio.gather(*(put(world, body=b"%d" % number) for number in range(20)))
-    assert said == ["replaced"] * 20
+    outcomes = await asyncio.gather(*(put(world, body=b"mine") for _ in range(20)))
+    assert sorted(outcomes) == ["created", *["unchanged"] * 19]
+    outcomes = await asyncio.gather(*(put(world, body=b"%d" % number) for number in range(20)))
+    assert outcomes == ["replaced"] * 20
     assert world.broker.pending_messages == 1
     await world.advance(EVERY_MS)
     assert [row["body"] for row in await released(world)] == [b"19"]
@@ -125,11 +127,11 @@ async def test_an_ended_schedule_takes_a_new_body(world: World) -> None:
 
 @on_node()
 async def test_a_paused_schedule_whose_times_have_passed_takes_a_new_body(world: World) -> None:
-    late = {"rule": ONCE, "catch_up": "none"}
-    await put(world, **late)
+    facts = {"rule": ONCE, "catch_up": "none"}
+    await put(world, **facts)
     await world.broker.schedules.pause(NAME, ANONYMOUS)
     await world.advance(limits.DAY_MS)
-    assert await put(world, **late, body=b"new") == "replaced"
+    assert await put(world, **facts, body=b"new") == "replaced"
     assert progress(world).state == State.PAUSED
     assert (await world.broker.schedules.resume(NAME, ANONYMOUS)).progress.state == State.ENDED
     assert await released(world) == []
@@ -158,7 +160,7 @@ async def test_a_refused_put_changes_nothing(
     next_seq = world.broker.log.writer.next_seq
     with pytest.raises(error):
         await put(world, **{"name": NAME, **changes})
-    assert not caplog.records, "its caller gets the reason"
+    assert not caplog.records, "the reason is not logged, because the caller gets it"
     assert world.broker.log.writer.next_seq == next_seq and not len(world.broker.tables.schedules)
 
 
@@ -211,7 +213,9 @@ async def test_a_replaced_schedule_may_take_the_time_of_its_own_occurrence(world
     for rule in ({"every": "20m"}, {"every": "5m"}, {"every": "10m"}):
         await world.broker.schedules.put(NAME, facts_of(rule), ANONYMOUS)
         assert progress(world).due_ms == (due_ms if rule != {"every": "5m"} else due_ms - EVERY_MS // 2)
-    assert world.broker.pending_messages == 1, "one was cancelled, so its time has no message"
+    assert world.broker.pending_messages == 1, (
+        "the replaced occurrence was cancelled, so its time has no message"
+    )
 
 
 @on_node(delay_ms_max=HOUR_MS)
@@ -221,6 +225,7 @@ async def test_an_occurrence_may_be_due_later_than_the_longest_delay_of_a_send(w
     assert len(await released(world)) == 1 and world.broker.pending_messages == 1
 
 
+# By the action of a selection: the state of the pending occurrence, and the bodies that are delivered afterwards.
 SELECTED = {
     "cancel": ("cancelled", [b"new"]),
     "pause": ("waiting", [b"new"]),
@@ -233,8 +238,8 @@ SELECTED = {
 @on_node()
 async def test_a_new_body_does_not_undo_a_selection(world: World, action: str) -> None:
     await put(world)
-    before, more = progress(world), {"shift": {"shift_ms": SECOND_MS}, "move": {"to_topic": "others"}}
-    facts = SelectionFacts(seq=0, at_ms=0, topics=[TOPIC], action=action, **more.get(action, {}))
+    before, arguments = progress(world), {"shift": {"shift_ms": SECOND_MS}, "move": {"to_topic": "others"}}
+    facts = SelectionFacts(seq=0, at_ms=0, topics=[TOPIC], action=action, **arguments.get(action, {}))
     await world.broker.selections.select(facts, ANONYMOUS)
     assert await put(world, body=b"new") == "replaced"
     assert progress(world) == before
@@ -285,27 +290,27 @@ COSTLY = {
 async def test_costly_rules_are_evaluated_in_threads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     # One thread, which computes in the order of the calls.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    on_loop, first = list[str](), successors.first_after.__wrapped__
+    rules_on_loop, first = list[str](), successors.first_after.__wrapped__
     loop_thread = threading.get_ident()
 
-    def noting(rule: str, after_ms: int) -> Any:
+    def record_and_find(rule: str, after_ms: int) -> Any:
         if threading.get_ident() == loop_thread:
-            on_loop.append(rule)
+            rules_on_loop.append(rule)
         return first(rule, after_ms)
 
     for module in (successors, schedule_changes):
-        monkeypatch.setattr(module, "first_after", cached(long_results=100)(noting))
+        monkeypatch.setattr(module, "first_after", cached(long_results=100)(record_and_find))
     await put(world, rule=COSTLY)
     assert (await world.broker.schedules.get(NAME, ANONYMOUS)).next_local.endswith("T09:00:00")
     await world.broker.schedules.page(10, "", None, ANONYMOUS)
     for _ in range(3):
-        await asyncio.to_thread(lambda: None)  # after what was begun there
+        await asyncio.to_thread(lambda: None)  # waits for the computations that were begun in the thread
         await world.advance(progress(world).due_ms - world.clock.wall)
     await world.broker.schedules.pause(NAME, ANONYMOUS)
     await world.broker.schedules.resume(NAME, ANONYMOUS)
-    assert len(await released(world)) == 3 and not on_loop
+    assert len(await released(world)) == 3 and not rules_on_loop
     await put(world)
-    assert on_loop, "an ordinary rule takes microseconds"
+    assert rules_on_loop, "an ordinary rule takes microseconds"
 
 
 # ---- pause, resume, delete, run --------------------------------------------------------------------------------
@@ -320,7 +325,7 @@ async def test_a_pause_cancels_the_occurrence_and_a_resume_brings_it_back(world:
     assert kinds_of_last_frame(world) == [Kind.CANCEL, Kind.META]
     next_seq = world.broker.log.writer.next_seq
     await world.broker.schedules.pause(NAME, ANONYMOUS)
-    assert world.broker.log.writer.next_seq == next_seq, "it is paused already"
+    assert world.broker.log.writer.next_seq == next_seq, "a second pause appends nothing"
     assert await put(world, body=b"new") == "replaced"
     assert progress(world).state == State.PAUSED and world.broker.pending_messages == 0
     await world.restart()
@@ -364,7 +369,7 @@ async def test_a_run_sends_the_template_now_and_changes_nothing_else(world: Worl
 
 
 @on_node()
-async def test_changes_while_an_occurrence_is_being_written(world: World) -> None:
+async def test_concurrent_changes_leave_one_pending_occurrence(world: World) -> None:
     for _ in range(5):
         await asyncio.gather(
             put(world, body=b"1"), put(world, body=b"2"), world.broker.schedules.run(NAME, ANONYMOUS)
@@ -425,7 +430,7 @@ async def test_a_page_has_a_bounded_number_of_schedules_and_bytes(world: World) 
         names += [shown.name for shown in page.schedules]
         after, pages = page.next_page, pages + 1
     assert names == sorted(names) and len(set(names)) == 150 and pages == 5
-    # Those that are left out count, too.
+    # Schedules that the page leaves out count, too.
     assert (await schedules.page(limits.LISTED_ROWS_MAX, "", "news", ANONYMOUS)).next_page == "large07"
 
 
@@ -462,7 +467,7 @@ async def test_the_history_asks_the_rule_in_a_thread(world: World) -> None:
     await put(world, rule={"at": ["2030-01-31T09:00"], "zone": "UTC"})
     history = asyncio.ensure_future(world.broker.schedules.history(NAME, ANONYMOUS))
     await asyncio.sleep(0)
-    assert not history.done(), "other tasks have their turns meanwhile"
+    assert not history.done(), "the rule is not computed on the event loop"
     assert await history == []
 
 

@@ -83,6 +83,7 @@ def no_count_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def follow(model: Model, steps: list[tuple[Any, ...]]) -> None:
+    """Take the steps with the broker and the model, and compare them after each step."""
     for name, *arguments in steps:
         await getattr(model, name)(*arguments)
         await model.check()
@@ -137,8 +138,9 @@ def test_all_operations_agree_with_the_model(strategy: str, steps: list[tuple[An
     agrees()
 
 
-async def select(world: World, **wanted: Any) -> str:
-    return str(await world.broker.selections.select(SelectionFacts(seq=0, at_ms=0, **wanted), ANONYMOUS))
+async def select(world: World, **facts: Any) -> str:
+    """Accept a selection with these facts. Returns its id."""
+    return str(await world.broker.selections.select(SelectionFacts(seq=0, at_ms=0, **facts), ANONYMOUS))
 
 
 # ---- controls ---------------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def test_a_selection_covers_messages_in_each_place(strategy: str) -> None:
     async def are_covered(world: World) -> None:
         model = Model(world)
         shapes = [(delay, region) for delay in range(len(DELAYS_MS)) for region in range(3)]
-        await model.send("a", shapes)  # near ones are in the wheel
+        await model.send("a", shapes)  # messages that are due soon are in the wheel
         await model.compact()
         await model.send("a", shapes)
         await model.bulk("b", shapes)
@@ -243,7 +245,7 @@ async def test_a_cancel_selection_writes_one_row_and_its_messages_end_at_their_d
 async def test_numbers_reserved_before_and_attached_later_are_not_covered(world: World) -> None:
     first_seq = await world.broker.reserve(2)
     await select(world, where="TRUE")
-    world.broker.reserve = _answer(first_seq)  # the job goes on with its numbers
+    world.broker.reserve = _answer(first_seq)  # the job continues with the numbers that it has reserved
     keys = await world.bulk("a", [MINUTE_MS, HOUR_MS], 1)
     await world.advance(2 * HOUR_MS)
     assert sorted(row.key for row in (await world.outcome()).rows) == sorted(keys)
@@ -399,25 +401,25 @@ async def test_many_early_occurrences_are_released_in_small_batches(
     from tests.broker.recurring.schedule_lives import TOPIC, facts_of
 
     monkeypatch.setattr(successors, "OCCURRENCES_AT_ONCE", 10)
-    wake, at_once = wakers.Wakers._wake, list[int]()
+    wake, batch_sizes = wakers.Wakers._wake, list[int]()
 
-    def counting(self: wakers.Wakers, rows: pa.RecordBatch, due_ms: Any) -> Any:
-        at_once.append(rows.num_rows)
+    def count_and_wake(self: wakers.Wakers, rows: pa.RecordBatch, due_ms: Any) -> Any:
+        batch_sizes.append(rows.num_rows)
         return wake(self, rows, due_ms)
 
-    monkeypatch.setattr(wakers.Wakers, "_wake", counting)
+    monkeypatch.setattr(wakers.Wakers, "_wake", count_and_wake)
     for number in range(45):
         await world.broker.schedules.put(f"s{number}", facts_of(), ANONYMOUS)
     await select(world, topics=[TOPIC], action="release")
     await world.broker.wakers.wake()
     await world.settled()
-    assert sum(at_once) == 45 and max(at_once) <= 10
+    assert sum(batch_sizes) == 45 and max(batch_sizes) <= 10
     assert len((await world.outcome()).rows) == 45
     await world.send("plain", [HOUR_MS] * 45)
-    at_once.clear()
+    batch_sizes.clear()
     await select(world, topics=["plain"], action="release")
     await world.broker.wakers.wake()
-    assert at_once == [45]
+    assert batch_sizes == [45]
 
 
 @on_node()
@@ -525,9 +527,9 @@ async def test_the_sum_of_active_shifts_is_limited(world: World) -> None:
         with pytest.raises(OutOfRange, match=r"active shifts add up to 36000001 ms: at most 36000000; undo"):
             await call(later, ANONYMOUS)
     # Two requests at once count, too.
-    exactly = msgspec.structs.replace(later, shift_ms=4 * HOUR_MS)
+    longest = msgspec.structs.replace(later, shift_ms=4 * HOUR_MS)
     outcomes = await asyncio.gather(
-        *(selections.select(exactly, ANONYMOUS) for _ in range(2)), return_exceptions=True
+        *(selections.select(longest, ANONYMOUS) for _ in range(2)), return_exceptions=True
     )
     assert [isinstance(outcome, OutOfRange) for outcome in outcomes] == [False, True]
     (place,) = await world.broker.find(key)
@@ -591,9 +593,9 @@ def test_an_accepted_selection_and_its_undo_survive_a_crash(strategy: str) -> No
 
 
 def test_an_answer_before_the_row_is_on_disk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def select_hastily(self: SelectionChanges, wanted: SelectionFacts, caller: Any) -> str:
+    async def select_hastily(self: SelectionChanges, facts: SelectionFacts, caller: Any) -> str:
         seq = self._writer.next_seq
-        self._selections.put(str(seq), self._complete(wanted, seq, caller))
+        self._selections.put(str(seq), self._complete(facts, seq, caller))
         return str(seq)
 
     monkeypatch.setattr(SelectionChanges, "select", select_hastily)
