@@ -24,13 +24,14 @@ TABLE = LevelTable.parse("1s 5s 1d")
 
 
 def admitted(sent: pa.RecordBatch, delay_ms_max: int = MAX_MS) -> pa.RecordBatch:
+    """Admit a batch, and check the schema and the number of its rows."""
     rows, _ = admit(sent, now_ms=NOW_MS, delay_ms_max=delay_ms_max, host="h", table=TABLE)
     assert rows.schema == LOG_SCHEMA
     assert rows.num_rows == sent.num_rows
     return rows
 
 
-# ---- now or later -------------------------------------------------------------------------------------------
+# ---- due times ----------------------------------------------------------------------------------------------
 
 
 def test_rows_with_a_due_time_are_scheduled_and_others_are_visible() -> None:
@@ -52,7 +53,10 @@ def test_due_times_are_kept_and_delays_count_from_the_store_time(
 ) -> None:
     due, delay = [due_ms for due_ms, _ in times], [delay_ms for _, delay_ms in times]
     sent = batch(len(times), due_ms=due, delay_ms=delay).slice(min(skipped, len(times) - 1))
-    expected = [d if d is not None else None if s is None else NOW_MS + s for d, s in times]
+    expected = [
+        due_ms if due_ms is not None else None if delay_ms is None else NOW_MS + delay_ms
+        for due_ms, delay_ms in times
+    ]
     assert column(admitted(sent), "due_ms") == expected[-sent.num_rows :]
 
 
@@ -68,7 +72,7 @@ def test_a_due_time_in_the_past_is_accepted_and_kept() -> None:
         (
             {"delay_ms": [0, (1 << 63) - 1]},
             r"delay_ms 9223372036854775807 of row 1",
-        ),  # now + this wraps round
+        ),  # added to the present time, this exceeds 64 bits
         ({"delay_ms": [0, -(1 << 63)]}, r"of row 1"),
         ({"due_ms": [None, -1]}, r"due_ms -1 of row 1"),
         ({"due_ms": [NOW_MS + MAX_MS + 1, None]}, r"due_ms \d+ of row 0: between 0 and \d+"),
@@ -93,11 +97,19 @@ def test_the_latest_allowed_due_time_is_accepted() -> None:
 
 def test_missing_columns_get_their_defaults() -> None:
     rows = admitted(batch(2, born_ms=[None, 9], queue_id=pa.array([None, 3], pa.int32()))).to_pylist()
-    stamps = {"store_ms": NOW_MS, "store_host": "h", "flag": 0, "sys_flag": 0, "reconsume_times": 0}
+    defaults = {"store_ms": NOW_MS, "store_host": "h", "flag": 0, "sys_flag": 0, "reconsume_times": 0}
     for row in rows:
-        assert {name: row[name] for name in stamps} == stamps
-        unset = ("queue_offset", "accepted_ms", "source_seq", "tag", "keys", "unique_key", "properties")
-        assert all(row[name] is None for name in unset)
+        assert {name: row[name] for name in defaults} == defaults
+        null_columns = (
+            "queue_offset",
+            "accepted_ms",
+            "source_seq",
+            "tag",
+            "keys",
+            "unique_key",
+            "properties",
+        )
+        assert all(row[name] is None for name in null_columns)
     assert [(row["born_ms"], row["born_host"], row["queue_id"]) for row in rows] == [
         (NOW_MS, "h", -1),
         (9, "h", 3),
@@ -107,7 +119,7 @@ def test_missing_columns_get_their_defaults() -> None:
 TEXT = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 # U+0001 and U+0002 would end a property.
 LABEL = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\1\2"), max_size=8)
-GIVEN = st.fixed_dictionaries(
+MESSAGES = st.fixed_dictionaries(
     {"topic": st.from_regex(r"[%|a-zA-Z0-9_-]{1,8}", fullmatch=True), "body": st.binary(max_size=9)},
     optional={
         **dict.fromkeys(["properties", "born_host"], TEXT),
@@ -119,7 +131,7 @@ GIVEN = st.fixed_dictionaries(
 )
 
 
-@given(st.lists(GIVEN, min_size=1, max_size=10), st.randoms())
+@given(st.lists(MESSAGES, min_size=1, max_size=10), st.randoms())
 def test_all_given_columns_are_stored(messages: list[dict[str, Any]], random: Any) -> None:
     names = [name for name in SEND_COLUMNS if any(name in message for message in messages)]
     random.shuffle(names)
@@ -156,7 +168,10 @@ def test_compatible_column_types_are_cast(name: str, values: pa.Array) -> None:
         ("due_ms", pa.array([1.5, 2.0])),
         ("due_ms", pa.array([float("nan"), 2.0])),
         ("due_ms", pa.array(["soon", "later"])),
-        ("due_ms", pa.array([NOW_MS // 1_000] * 2, pa.timestamp("s"))),  # as a number, a time long past
+        (
+            "due_ms",
+            pa.array([NOW_MS // 1_000] * 2, pa.timestamp("s")),
+        ),  # read as milliseconds, this would be a time in 1970
         ("delay_ms", pa.array([3, 4], pa.duration("s"))),
         ("delay_ms", pa.array([1 << 63, 0], pa.uint64())),
         ("queue_id", pa.array([1 << 40, 0], pa.int64())),
@@ -243,7 +258,7 @@ def test_requests_with_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatc
         admitted(batch(2, body=[bytes(6_000)] * 2))
 
 
-def test_topics_of_a_batch() -> None:
+def test_the_topics_of_a_batch_are_listed_once_in_their_order() -> None:
     rows = admitted(batch(4, topic=["a", "b", "a", "c"]))
     assert codes_of(rows.column("topic"))[1] == ["a", "b", "c"]
     assert np.asarray(rows.column("kind")).dtype == np.int8

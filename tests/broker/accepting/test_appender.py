@@ -18,6 +18,7 @@ KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.SCHEDULED]
 
 
 def mixed(now_ms: int, cancelled_topic: str = "gone") -> pa.RecordBatch:
+    """Build a CANCEL row, a MESSAGE row and a SCHEDULED row, which is due in 5 s."""
     return build_rows(
         3,
         kind=[int(kind) for kind in KINDS],
@@ -49,11 +50,11 @@ async def test_appended_rows_are_indexed_or_scheduled_by_their_kind(world: World
     assert await appended.durable == appended.first_seq
     assert next_seqs_in_callback == [appended.first_seq + 3], "called when the rows are readable"
     assert column(appended.rows, "queue_offset") == [None, 0, None]
-    now = await world.broker.pull("now", {0: 0, 1: 0}, 8, 0)
-    assert column(now, "seq") == [appended.first_seq + 1]
+    visible_rows = await world.broker.pull("now", {0: 0, 1: 0}, 8, 0)
+    assert column(visible_rows, "seq") == [appended.first_seq + 1]
     await world.advance(5_000)
-    later = await world.broker.pull("later", {0: 0, 1: 0}, 8, 0)
-    assert column(later, "source_seq") == [appended.first_seq + 2]
+    released_rows = await world.broker.pull("later", {0: 0, 1: 0}, 8, 0)
+    assert column(released_rows, "source_seq") == [appended.first_seq + 2]
     assert world.broker.mover.tail_count.rows == 1
 
 
@@ -63,7 +64,7 @@ async def test_due_messages_share_the_commit_of_a_send(world: World) -> None:
     await world.send("now", [None])
     await world.until(lambda: world.broker.ticker._sleeping is not None, "the ticker sleeps")
     commits = world.broker.log.writer.statistics.commits
-    world.clock.advance(5_000)  # the ticker's timer has not ended
+    world.clock.advance(5_000)  # only the clock moves: the timer of the ticker still runs
     await world.broker.send(pa.record_batch({"topic": ["now"], "body": [b"a"]}))
     assert world.broker.log.writer.statistics.commits == commits + 1
     queues = world.broker.tables.topics.find_topic("later").queues
@@ -106,7 +107,7 @@ def test_the_tail_count_is_wrong_by_less_than_a_step(
         if moves_watermark:
             watermark = data.draw(st.integers(watermark, next_seq))
             count.drop_below(watermark)
-        # Of an append that the watermark cuts, the rows from the watermark on count.
+        # If the watermark is within an append, only its rows from the watermark on count.
         correct = sum(min(rows, end - watermark) for end, rows in appends if end > watermark)
         largest = max(rows for _, rows in appends)
         assert abs(count.rows - correct) <= TailCount.STEP + largest

@@ -39,6 +39,7 @@ from timeball.schedule.outcomes import Outcomes
 
 
 def scheduled_rows(sizes: list[int]) -> pa.RecordBatch:
+    """Build scheduled messages with bodies of these sizes: numbers from 17 on, due times 0, 1, … ms."""
     rows = build_rows(
         len(sizes),
         kind=int(Kind.SCHEDULED),
@@ -51,6 +52,7 @@ def scheduled_rows(sizes: list[int]) -> pa.RecordBatch:
 
 
 def released(rows: pa.RecordBatch, now_ms: int = 1_000) -> pa.RecordBatch:
+    """Build the release records of these rows, in queue n with the offset 40 + n for row n."""
     queue = np.arange(rows.num_rows, dtype=np.int64)
     return release_rows(rows, now_ms=now_ms, queue_id=queue, queue_offset=queue + 40)
 
@@ -133,8 +135,8 @@ async def test_a_message_due_before_its_acceptance_is_not_late(world: World, row
     await world.broker.send(batch(rows, due_ms=due_ms))
     await world.until(lambda: world.broker.lateness.released == rows, "all are released")
     assert world.broker.lateness.max_ms == world.broker.lateness.sum_ms == 0
-    seqs = world.broker.log.reader
-    logged = [row for part in world.broker.read_log(1, seqs.next_seq) for row in part.to_pylist()]
+    reader = world.broker.log.reader
+    logged = [row for part in world.broker.read_log(1, reader.next_seq) for row in part.to_pylist()]
     released = [row for row in logged if row["kind"] == Kind.RELEASE]
     assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # the due time of the send
     assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
@@ -196,6 +198,7 @@ async def advance_and_wake(world: World, ms: int) -> None:
 
 
 def dispatched(world: World) -> int:
+    """Count the messages that are left to the dispatcher."""
     return world.broker.schedule_statistics()["dispatched_rows"]
 
 
@@ -235,7 +238,7 @@ async def test_dispatched_rows_of_a_paused_campaign_are_released_after_its_resum
     assert await world.resume("spring", keys, shift=True) == 2
     assert await world.broker.delivery.release_dispatched(rows) == Brought(
         0, 2
-    )  # they are due at other instants now
+    )  # the resume has changed their due times
     await world.advance(2 * GRACE_MS)
     await world.advance(GRACE_MS)
     assert sorted(await delivered(world)) == sorted(keys)
@@ -345,15 +348,15 @@ async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
 
 @on_node()
 async def test_redeliveries_with_long_names_are_dispatched(world: World) -> None:
-    """Messages wait in the retry topic of their group, whose name may be longer than a user's topic name."""
+    """A redelivery is pending in the retry topic of its group, whose name may be longer than a user's topic name."""
     _, rows = await load_dispatched(world, [0])
     await advance_and_wake(world, SECOND_MS)
     name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
-    for topic, allowed in ((name + "x", False), (name, True)):
+    for topic, is_allowed in ((name + "x", False), (name, True)):
         renamed = rows.set_column(
             rows.schema.get_field_index("topic"), "topic", pa.array([topic], rows.schema.field("topic").type)
         )
-        if allowed:
+        if is_allowed:
             assert await world.broker.delivery.release_dispatched(renamed) == Brought(1, 0)
         else:
             with pytest.raises(InvalidMessage, match="topic"):
@@ -364,15 +367,16 @@ async def test_redeliveries_with_long_names_are_dispatched(world: World) -> None
 # ---- many bytes due at one time ------------------------------------------------------------------------------
 
 
-async def in_log_tail(world: World) -> None:
-    pass
+async def keep_in_log(world: World) -> None:
+    """Leave the messages in the tail of the log."""
 
 
-async def in_files(world: World) -> None:
+async def move_to_files(world: World) -> None:
+    """Move the messages to data files."""
     await world.compact()
 
 
-@pytest.mark.parametrize("place", [in_log_tail, in_files])
+@pytest.mark.parametrize("place", [keep_in_log, move_to_files])
 def test_messages_due_at_one_time_are_released_in_frames_of_limited_bytes(
     place: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +385,7 @@ def test_messages_due_at_one_time_are_released_in_frames_of_limited_bytes(
     rows, body_bytes = 45, 10 * 1024
 
     @on_node()
-    async def work(world: World) -> None:
+    async def check(world: World) -> None:
         due_ms = world.clock.wall + DAY_MS
         bodies = [bytes([row]) * body_bytes for row in range(rows)]
         for begin in range(0, rows, 15):
@@ -399,9 +403,9 @@ def test_messages_due_at_one_time_are_released_in_frames_of_limited_bytes(
         assert [frame.num_rows for frame in releases if frame.num_rows] == [6] * 7 + [3]
         assert writer.statistics.commits - commits >= 8
         released = [body for frame in releases for body in frame.column("body").to_pylist()]
-        assert released == bodies  # each once, in the order of the sends
+        assert released == bodies  # each message once, in the order of the sends
 
-    work()
+    check()
 
 
 def test_released_messages_become_visible_frame_by_frame(
@@ -411,7 +415,7 @@ def test_released_messages_become_visible_frame_by_frame(
     monkeypatch.setattr(limits, "RELEASE_BYTES_IN_FLIGHT_MAX", 128 * 1024)
 
     @on_node()
-    async def work(world: World) -> None:
+    async def check(world: World) -> None:
         due_ms = world.clock.wall + SECOND_MS
         await world.broker.send(batch(45, due_ms=[due_ms] * 45, body=[b"x" * 10 * 1024] * 45))
         outcomes, visible, in_flight = world.broker.scheduling.outcomes, list[int](), list[int]()
@@ -428,4 +432,4 @@ def test_released_messages_become_visible_frame_by_frame(
         assert max(in_flight) <= 12
         assert (outcomes.in_flight_rows, outcomes.in_flight_bytes) == (0, 0)
 
-    work()
+    check()

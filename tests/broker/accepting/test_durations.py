@@ -28,31 +28,37 @@ SMALL_STEP_DELAY_MS = STEP_MS
 DELAYED_TOPIC = "later"
 
 
+# Sends a message that is delivered or redelivered after a minute of elapsed time.
 SendDuration = Callable[[World], Awaitable[None]]
 
 
 async def lease(world: World) -> None:
+    """Lease a message for a minute."""
     await send(world, [b"a"])
     assert bodies(await receive(world, invisible_ms=MINUTE_MS)) == [b"a"]
 
 
 async def nack(world: World) -> None:
+    """Nack a message, to be redelivered in a minute."""
     await send(world, [b"a"])
     [receipt] = (await receive(world, invisible_ms=HOUR_MS)).receipts
     assert await engine(world).nack(receipt, MINUTE_MS, "busy")
 
 
 async def change(world: World) -> None:
+    """Change the invisible time of a leased message to a minute."""
     await send(world, [b"a"])
     [receipt] = (await receive(world, invisible_ms=10 * SECOND_MS)).receipts
     assert await engine(world).change_invisible_time(receipt, MINUTE_MS)
 
 
 async def delay(world: World) -> None:
+    """Send a message with a delay of a minute."""
     await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"a"], delay_ms=[MINUTE_MS]))
 
 
 async def level(world: World) -> None:
+    """Send a message with the delay level 5, which is a minute."""
     await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"a"], delay_level=[5]))
 
 
@@ -64,7 +70,8 @@ async def timer(world: World) -> None:
     )  # fmt: skip
 
 
-async def moved(world: World) -> None:
+async def reschedule(world: World) -> None:
+    """Reschedule a message to a minute from now."""
     await world.broker.send(
         batch(1, topic=[DELAYED_TOPIC], body=[b"a"], unique_key=["k"], due_ms=[world.clock.wall + HOUR_MS])
     )
@@ -72,7 +79,7 @@ async def moved(world: World) -> None:
     assert verdict.verdict == "rescheduled"
 
 
-DURATIONS = [lease, nack, change, delay, level, timer, moved]
+DURATIONS = [lease, nack, change, delay, level, timer, reschedule]
 
 
 async def delivered_bodies(world: World) -> list[bytes]:
@@ -109,7 +116,7 @@ async def test_a_duration_elapses_while_the_clock_is_set(
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hour_log"])
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
-@pytest.mark.parametrize("make", [lease, nack, delay, level, moved])
+@pytest.mark.parametrize("make", [lease, nack, delay, level, reschedule])
 @on_node()
 async def test_durations_elapse_with_each_strategy(
     world: World, make: SendDuration, step_ms: int, strategy: str
@@ -175,7 +182,7 @@ async def test_durations_of_before_a_restart_are_not_early_while_their_rows_are_
     await nack(world)
     await advance_until_delivered(world, MINUTE_MS - 200)
     await world.restart()
-    assert await advance_until_delivered(world, 10) is None  # their bodies are in memory
+    assert await advance_until_delivered(world, 10) is None  # in these 10 ms the bodies are loaded
     durations, next_seq = world.broker.scheduling.scheduler.durations, world.broker.log.reader.next_seq
     find, may_end = durations.find, threading.Event()
 
@@ -213,7 +220,7 @@ async def test_durations_survive_repeated_restarts(world: World) -> None:
 
 
 @on_node()
-async def test_a_due_time_that_its_sender_names_follows_the_clock(world: World) -> None:
+async def test_a_due_time_that_its_sender_states_follows_the_clock(world: World) -> None:
     due_ms = world.clock.wall + MINUTE_MS
     await world.broker.send(batch(1, topic=[DELAYED_TOPIC], body=[b"a"], due_ms=[due_ms]))
     world.clock.step_wall(-HOUR_MS)

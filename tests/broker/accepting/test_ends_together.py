@@ -21,7 +21,7 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.message import encode_properties
 from timeball.model.send_options import expiry_properties
 
-LATE_MS = 11 * SECOND_MS  # late enough that an occurrence counts as missed
+LATE_MS = 11 * SECOND_MS  # the hand-out is this late, so its occurrences count as missed
 GROUP = "makers"
 SKIP: dict[str, Any] = {"overlap": "skip", "group": GROUP}
 NONE: dict[str, Any] = {"catch_up": "none"}
@@ -47,6 +47,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "moved-overlap": ({"properties": MOVES} | SKIP, "%EXPIRED%", False),
     "moved-missed": ({"properties": MOVES} | NONE, "missed", False),
 }
+# By the name of each message: its properties, and its end.
 MESSAGES: dict[str, tuple[dict[str, str], str]] = {
     "m-plain": ({}, "visible"),
     "m-selected": (CHOSEN, "selection"),
@@ -58,6 +59,7 @@ MESSAGES: dict[str, tuple[dict[str, str], str]] = {
 
 
 async def end_of(world: World, message_id: str) -> str:
+    """Find how a message has ended: the reason of its cancel, "visible", or "%EXPIRED%" if it was moved."""
     [place] = await world.broker.find(message_id)
     if place.state == "cancelled":
         return str(place.reason).split(" ")[0]
@@ -66,6 +68,7 @@ async def end_of(world: World, message_id: str) -> str:
 
 
 async def check(world: World, due_ms: int, before: dict[str, Progress]) -> None:
+    """Check the ends of all messages, and the progress of all schedules since `before`."""
     for name, (_, end, is_run) in SCHEDULES.items():
         assert await end_of(world, f"{name}.{due_ms}") == end, name
         after = progress(world, name)
@@ -132,6 +135,7 @@ def test_each_message_of_a_hand_out_has_its_end(
         await world.settled()
         monkeypatch.undo()
         await check(world, due_ms, before)
+        # Four messages for each entry of MESSAGES, and one for each schedule.
         assert rates.totals(Stat.CANCELLED_NUMS) == {"orders": 12, TOPIC: 4}, cancelled
         assert rates.totals(Stat.EXPIRED_NUMS) == {"orders": 8, TOPIC: 4}, expired
         assert world.broker.tables.selections.ended_rows(selection) == 16
@@ -166,4 +170,4 @@ async def test_selected_messages_do_not_keep_hand_outs_small(world: World) -> No
     await world.advance(due_ms - world.clock.wall)
     frames = [rows for _, rows in reader.frames(first_seq, reader.next_seq)]
     assert sum(rows.num_rows for rows in frames) == 2_000
-    assert len(frames) < 10, "16 messages, and then twice as many each time"
+    assert len(frames) < 10, "hand-outs grow from 16 messages, twice as many each time"

@@ -36,13 +36,14 @@ CANCELLED = ("cancelled", None, "expired")
 def expiring(
     name: str, at_ms: int | None = None, after_ms: int | None = None, on_expiry: Any = None, **columns: Any
 ) -> Any:
-    """The columns of a message with an expiry, due in an hour."""
+    """Build a send of one message with an expiry, due in an hour unless `columns` have another due time."""
     properties = encode_properties({"a": "b", **expiry_properties(at_ms, after_ms, on_expiry)})
     times = {} if columns.keys() & {"due_ms", "delay_level"} else {"delay_ms": [HOUR_MS]}
     return batch(unique_key=[name], properties=[properties], **times, **columns)
 
 
 async def state(world: World, name: str) -> tuple[str, str | None, str | None]:
+    """Find the state, topic and reason of a message."""
     (place,) = await world.broker.find(name)
     return place.state, place.topic, place.reason
 
@@ -78,13 +79,13 @@ STRATEGIES = [{}, {"strategy": "timer_wheel"}, {"strategy": "level_cascade"}]
 
 
 @pytest.mark.parametrize("settings", STRATEGIES, ids=lambda settings: settings.get("strategy", "hour_log"))
-@pytest.mark.parametrize("together", [True, False])
-def test_late_messages_expire_in_each_strategy(settings: dict[str, str], together: bool) -> None:
+@pytest.mark.parametrize("has_others", [True, False])
+def test_late_messages_expire_in_each_strategy(settings: dict[str, str], has_others: bool) -> None:
     async def main() -> None:
         world = World(CrashFiles(), ManualClock(), **settings)
         await world.start()
         await send_messages(world)
-        if together:
+        if has_others:  # more messages than are released row by row
             await world.broker.send(batch(200, delay_ms=[HOUR_MS] * 200))
         await world.advance(HOUR_MS + LATE_MS)
         await check_ends(world)
@@ -225,6 +226,7 @@ TOPICS = st.sampled_from(["orders", "%RETRY%g", "%DLQ%g", "%EXPIRED%orders"])
 
 
 def expected_end(topic: str, text: str | None, due_ms: int, now_ms: int) -> str:
+    """Find how a message must end at `now_ms`, by its decoded properties."""
     properties = decode_properties(text or "")
     expires_ms, expires_after_ms = properties.get(NAMES[0]), properties.get(NAMES[1])
     text_ms = expires_ms if expires_after_ms is None else expires_after_ms
@@ -268,7 +270,7 @@ def test_expiries_in_columns_equal_those_computed_message_by_message(
 
 
 def test_finding_expired_messages_takes_less_than_one_call_per_message() -> None:
-    """A hand-out may have a hundred thousand messages. To decode each would hold the event loop for a second."""
+    """A hand-out may have a hundred thousand messages. Decoding each would block the event loop for a second."""
     table = pa.RecordBatch.from_pydict(
         {
             "topic": ["orders"] * 1_000, "due_ms": [0] * 1_000,
@@ -276,7 +278,7 @@ def test_finding_expired_messages_takes_less_than_one_call_per_message() -> None
         }
     )  # fmt: skip
     calls = []
-    sys.setprofile(lambda _, event, called: calls.append(called) if "call" in event else None)
+    sys.setprofile(lambda _, event, argument: calls.append(argument) if "call" in event else None)
     try:
         expired = find_expired(table, 6)
     finally:
@@ -303,8 +305,8 @@ def ends_after_cut(crash_at: int | None) -> tuple[int, list[list[int]]]:
 
     run(until_cut(world, files, live))
 
-    async def restart_and_read(left: CrashFiles) -> list[list[int]]:
-        second = World(left, clock)
+    async def restart_and_read(files_after_cut: CrashFiles) -> list[list[int]]:
+        second = World(files_after_cut, clock)
         await second.start()
         clock.advance(3 * HOUR_MS)
         second.broker.ticker.wake()

@@ -7,14 +7,14 @@ import asyncio
 from timeball.broker.accepting.waiters import Gate
 
 
-def test_the_exclusive_holder_waits_for_others_and_blocks_new_ones() -> None:
+def test_the_exclusive_holder_waits_for_sharers_and_new_sharers_wait_for_it() -> None:
     async def live() -> list[str]:
-        gate, events, go = Gate(), list[str](), asyncio.Event()
+        gate, events, may_leave = Gate(), list[str](), asyncio.Event()
 
         async def share(name: str) -> None:
             async with gate.passing():
                 events.append(f"{name} in")
-                await go.wait()
+                await may_leave.wait()
                 events.append(f"{name} out")
 
         async def hold_alone() -> None:
@@ -28,7 +28,7 @@ def test_the_exclusive_holder_waits_for_others_and_blocks_new_ones() -> None:
             tasks.append(asyncio.ensure_future(work))
             await asyncio.sleep(0)
         assert events == ["a in", "b in"]
-        go.set()
+        may_leave.set()
         await asyncio.gather(*tasks)
         return events
 

@@ -27,6 +27,8 @@ from timeball.model.message import SEND_COLUMNS, SEND_NAMES, Kind, SendBatch, Se
 def with_recorder(
     items_max: int = 100,
 ) -> Callable[[Callable[[BatchRecorder], Coroutine[Any, Any, None]]], Any]:
+    """Convert a coroutine to a test that gets a recorder, and fails if the event loop has seen an error."""
+
     def decorate(test: Callable[[BatchRecorder], Coroutine[Any, Any, None]]) -> Callable[[], None]:
         def live() -> None:
             async def main() -> None:
@@ -71,9 +73,9 @@ class BatchRecorder:
 async def test_requests_during_a_batch_share_the_next_batch(recorder: BatchRecorder) -> None:
     first = recorder.batcher.put(1)
     await asyncio.sleep(0)
-    rest = [recorder.batcher.put(n) for n in (2, 3, 4)]
+    later = [recorder.batcher.put(n) for n in (2, 3, 4)]
     recorder.may_end.set()
-    assert await asyncio.gather(first, *rest) == ["done 1", "done 2", "done 3", "done 4"]
+    assert await asyncio.gather(first, *later) == ["done 1", "done 2", "done 3", "done 4"]
     assert recorder.batches == [[1], [2, 3, 4]]
     assert await recorder.batcher.put(5) == "done 5"
 
@@ -128,6 +130,7 @@ async def test_a_cancelled_request_does_not_block_others(recorder: BatchRecorder
 
 
 def row(body: bytes = b"x", **fields: object) -> SendRow:
+    """Build a row of a send, with null in all other fields."""
     values = {"topic": "orders", "body": body, "properties": "", "queue_id": -1, "born_ms": 1, **fields}
     return tuple(values.get(name) for name in SEND_NAMES)
 
@@ -165,12 +168,15 @@ class Edge:
 
 
 class SentPiece(Piece, gc=False):
+    """A piece with the future of its answer."""
+
     answer: Any
 
 
 async def bodies(world: World) -> list[bytes]:
-    shown = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE])
-    return [body for rows in shown for body in rows.column("body").to_pylist()]
+    """List the bodies of the visible messages in the log, in its order."""
+    batches = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE])
+    return [body for rows in batches for body in rows.column("body").to_pylist()]
 
 
 @on_node()
@@ -214,9 +220,9 @@ async def test_sends_beyond_the_batch_limit_form_several_batches(
 @on_node()
 async def test_a_disconnected_sender_does_not_affect_others(world: World) -> None:
     edge = Edge(world)
-    three = [edge.put([row(b"%d" % n)]) for n in range(3)]
-    three[1].cancel()
-    answers = await asyncio.gather(*three, return_exceptions=True)
+    answers_under_way = [edge.put([row(b"%d" % n)]) for n in range(3)]
+    answers_under_way[1].cancel()
+    answers = await asyncio.gather(*answers_under_way, return_exceptions=True)
     assert isinstance(answers[1], asyncio.CancelledError)
     assert [answers[index][1] for index in (0, 2)] == [1, 1]  # type: ignore[index]
     assert (await edge.put([row(b"next")]))[0] > 0
@@ -256,6 +262,7 @@ TAGGED = SCHEMA.append(pa.field("tag", pa.string()))
 
 
 def columns(count: int, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
+    """Build a send in columns, of equal rows."""
     return pa.RecordBatch.from_pylist([{"topic": "orders", "body": b"x"}] * count, schema)
 
 
@@ -267,10 +274,10 @@ async def test_consecutive_small_sends_with_the_same_schema_and_caller_share_a_b
     sent = [columns(1), columns(1), columns(large), columns(1, TAGGED), columns(1), columns(2)]
     answers = [edge.put(batch) for batch in sent]
     answers += [edge.put(columns(3), other), edge.put([row()]), edge.put([row()])]
-    found = await asyncio.gather(*answers)
+    outcomes = await asyncio.gather(*answers)
     assert edge.sizes == [2, large, 1, 3, 3, 2]
-    next_seq = found[0][0]
-    for first_seq, count in found:  # the order of the calls is the order in the log
+    next_seq = outcomes[0][0]
+    for first_seq, count in outcomes:  # the order of the calls is the order in the log
         assert first_seq == next_seq
         next_seq += count
 
@@ -280,8 +287,8 @@ async def test_sends_without_a_caller_share_no_batch_with_sends_of_a_caller(worl
     edge = Edge(world)
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
     answers = [edge.put([row()], None), edge.put([row()], None), edge.put([bad]), edge.put([row()])]
-    found = await asyncio.gather(*answers, return_exceptions=True)
-    assert [isinstance(each, InvalidMessage) for each in found] == [False, False, True, False]
+    outcomes = await asyncio.gather(*answers, return_exceptions=True)
+    assert [isinstance(each, InvalidMessage) for each in outcomes] == [False, False, True, False]
     # The first two share a batch. The others share one that is refused, and are then handled one by one.
     assert edge.sizes == [2, 2, 1, 1]
 
@@ -292,8 +299,8 @@ async def test_sends_during_a_commit_share_the_next_commit(world: World) -> None
     first = edge.put([row()])
     await asyncio.sleep(0)  # the first commit has begun
     assert edge.sizes == [1]
-    rest = [edge.put([row()]) for _ in range(5)]
-    await asyncio.gather(first, *rest)
+    later = [edge.put([row()]) for _ in range(5)]
+    await asyncio.gather(first, *later)
     assert edge.sizes == [1, 5]
 
 
@@ -307,18 +314,18 @@ async def test_a_batch_with_enough_rows_begins_while_the_disk_is_busy(
     assert edge.sizes == [3, 3], (
         "the second batch begins while the first is being written, a third one does not"
     )
-    found = await asyncio.gather(*answers)
+    outcomes = await asyncio.gather(*answers)
     assert edge.sizes == [3, 3, 5]
-    assert [seq - found[0][0] for seq, _ in found] == [0, 2, 3, 6, 8, 10]
+    assert [seq - outcomes[0][0] for seq, _ in outcomes] == [0, 2, 3, 6, 8, 10]
 
 
 @on_node()
 async def test_sends_of_several_edges_share_a_batch_and_each_edge_answers_its_own(world: World) -> None:
-    one, two = Edge(world), Edge(world)
-    two.ingress = one.ingress
-    found = await asyncio.gather(one.put([row()]), two.put([row()] * 2), one.put([row()]))
-    assert one.sizes == [4]
-    assert [seq - found[0][0] for seq, _ in found] == [0, 1, 3]
+    first, second = Edge(world), Edge(world)
+    second.ingress = first.ingress
+    outcomes = await asyncio.gather(first.put([row()]), second.put([row()] * 2), first.put([row()]))
+    assert first.sizes == [4]
+    assert [seq - outcomes[0][0] for seq, _ in outcomes] == [0, 1, 3]
 
 
 NUMBER = st.one_of(st.none(), st.integers(0, 2**31 - 1))

@@ -42,7 +42,7 @@ class NamedCaller(Caller):
 
 
 class Client:
-    """An edge whose sends are futures."""
+    """An edge whose `put` returns a future for the answer: first_seq, store_ms and `Accepted.sent`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -74,7 +74,7 @@ class Client:
         sent = (await asyncio.wait_for(self.put(key, rows, attempt=attempt, anew=bool(attempt)), 60))[2]
         if sent is None:
             return "created"
-        states = [(each.state, each.due_ms) for each in sent.states]
+        states = [(message.state, message.due_ms) for message in sent.states]
         return states if sent.outcome == "exists" else [sent.outcome, *states]
 
     def answer(self, pieces: list[Piece], accepted: Accepted) -> None:
@@ -113,7 +113,7 @@ async def test_a_key_refers_to_its_message_although_the_row_of_a_new_zone_comes_
     world: World,
 ) -> None:
     client = Client(world)
-    # Its topic exists, so this send may be written row by row. The row of the zone stands before it.
+    # Creates the topic, so that the next send may be written row by row, behind the META row of its zone.
     await client.send("a", batch())
     due_ms, stored = local_due_ms(
         f"{datetime.fromtimestamp(world.clock.wall / 1_000, UTC).year + 1}-01-31T09:00", "Europe/Berlin"
@@ -229,7 +229,7 @@ async def test_the_answer_to_a_repeated_send_contains_the_current_states_and_due
 @on_node()
 async def test_a_send_with_an_attempt_is_appended_if_no_earlier_message_is_pending(world: World) -> None:
     client = Client(world)
-    rows, others = batch(2, delay_ms=[HOUR_MS] * 2), batch(1, body=[b"other"], delay_ms=[2 * HOUR_MS])
+    rows, other_rows = batch(2, delay_ms=[HOUR_MS] * 2), batch(1, body=[b"other"], delay_ms=[2 * HOUR_MS])
     first_seq = (await client.send("a", rows))[0]
     waiting = await client.states("a", rows)
     assert await client.states("a", rows, "r1") == waiting
@@ -237,22 +237,22 @@ async def test_a_send_with_an_attempt_is_appended_if_no_earlier_message_is_pendi
     with pytest.raises(
         Conflict, match=f"1 messages of an earlier send .* from number {first_seq} on, still wait"
     ):
-        await client.put("a", others, attempt="r1", anew=True)
+        await client.put("a", other_rows, attempt="r1", anew=True)
     await world.broker.cancel(seqs=[first_seq + 1])
     # Other messages may replace settled ones, but only on request.
     with pytest.raises(Conflict, match="ask to send again"):
-        client.put("a", others)
-    assert await client.states("a", others, "r1") == "created"
-    new_seq = (await client.send("a", others))[0]
+        client.put("a", other_rows)
+    assert await client.states("a", other_rows, "r1") == "created"
+    new_seq = (await client.send("a", other_rows))[0]
     assert new_seq > first_seq + 1
     await world.broker.cancel(seqs=[new_seq])
     # The answer was lost and the same attempt is repeated, also when the new message is already settled.
     due_ms = world.clock.wall + 2 * HOUR_MS
-    assert await client.states("a", others, "r1") == ["created", ("cancelled", due_ms)]
+    assert await client.states("a", other_rows, "r1") == ["created", ("cancelled", due_ms)]
     await world.restart()
     due_ms = world.clock.wall + 2 * HOUR_MS
-    assert await client.states("a", others, "r1") == ["created", ("cancelled", due_ms)]
-    assert await client.states("a", others, "r2") == "created"
+    assert await client.states("a", other_rows, "r1") == ["created", ("cancelled", due_ms)]
+    assert await client.states("a", other_rows, "r2") == "created"
     assert bodies(world) == [b"body", b"body", b"other", b"other"]
 
 
@@ -346,7 +346,7 @@ async def send_three(world: World, answers: dict[str, tuple[int, int]]) -> None:
 async def send_cancel_and_send_again(world: World, answers: dict[str, tuple[int, int]]) -> None:
     """Send, cancel, and send again under the same key. Add the answer to the last send to `answers`."""
     client = Client(world)
-    with suppress(Conflict):  # after the restart, if the key names the newer send already
+    with suppress(Conflict):  # after the restart, if the key already refers to the newer send
         await client.send("a", batch(body=[b"1"], delay_ms=[HOUR_MS], unique_key=["one"]))
     await world.broker.cancel(ids=["one"])
     second = client.put(
@@ -413,7 +413,7 @@ def test_after_a_power_cut_a_send_with_an_attempt_is_in_the_log_once() -> None:
 
 
 def test_keys_that_are_forgotten_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without the look-up of known keys a repeated send is there twice."""
+    """The negative control: without the look-up of keys, a repeated send is in the log twice."""
     monkeypatch.setattr(idempotency.IdempotencyKeys, "get", lambda *_: None)
     _, logged, answers_stayed = repeat_after_cut(None, 1)
     assert len(logged) == 6 and not answers_stayed

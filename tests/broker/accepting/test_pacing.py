@@ -35,12 +35,13 @@ class Watched:
         self.shown: list[tuple[int, int]] = []  # (time, messages)
 
     def seqs(self, *, hidden: bool = False) -> list[int]:
-        found = []
+        """List the numbers of the messages that consumers see. With `hidden`, also of hidden messages."""
+        seqs = []
         for queue in self.world.broker.tables.topics.get(TOPIC).queues:
             index = queue.index
             count = (index.end_offset if hidden else index.max_offset) - index.min_offset
-            found += index.read(index.min_offset, count, hidden=hidden)["seq"].tolist()
-        return sorted(found)
+            seqs += index.read(index.min_offset, count, hidden=hidden)["seq"].tolist()
+        return sorted(seqs)
 
     def look(self) -> None:
         """Check that the messages are shown in the order of the log, and not more than `rate` in a second."""
@@ -63,6 +64,7 @@ class Watched:
 
 
 async def limited(world: World, rate: int, queues: int = 3) -> Watched:
+    """Create the topic with a limit of `rate` messages in a second."""
     await world.broker.create_topic(TOPIC, queues, max_per_second=rate)
     return Watched(world, rate)
 
@@ -73,6 +75,7 @@ async def send(world: World, delays_ms: list[int], topic: str = TOPIC, **columns
 
 
 async def keep_the_limit(world: World, rate: int, bursts: list[tuple[int, int, int]]) -> None:
+    """Send bursts (delay in ms, messages, queue) to the topic, and check it while they become due."""
     watched, sent, begin_ms = await limited(world, rate), 0, world.clock.wall
     await world.broker.create_topic(OTHER, 1)
     for after_ms, rows, queue in bursts:
@@ -83,9 +86,9 @@ async def keep_the_limit(world: World, rate: int, bursts: list[tuple[int, int, i
     for last_ms in sorted({after_ms for after_ms, _, _ in bursts}):
         await watched.advance(begin_ms + last_ms - world.clock.wall)
         assert other.max_offset == sum(after_ms <= last_ms for after_ms, _, _ in bursts), (
-            "the other topic waits"
+            "a topic without a limit does not wait"
         )
-        # Never early: what is shown has been released.
+        # No message is early: all shown messages have been released.
         assert len(watched.seqs(hidden=True)) == sum(rows for ms, rows, _ in bursts if ms <= last_ms)
     await watched.advance(sent * 1_010 // rate + 2 * SECOND_MS)
     assert len(watched.seqs()) == sent and not world.broker.pacing.held()[TOPIC]
@@ -126,7 +129,7 @@ def test_each_strategy_keeps_the_limit(strategy: Any) -> None:
 
 @pytest.mark.parametrize("way", ["stop", "kill", "without checkpoint"])
 def test_a_restart_shows_the_same_messages_as_before(way: str) -> None:
-    """The others follow within the limit (`Watched.look`)."""
+    """The hidden messages are shown later, within the limit (`Watched.look`)."""
 
     async def main() -> None:
         world = World(CrashFiles(), ManualClock())
@@ -165,7 +168,7 @@ async def test_a_limit_begins_and_ends_while_messages_wait(world: World) -> None
     await send(world, [SECOND_MS] * 20)
     await watched.advance(SECOND_MS)
     assert 20 < len(watched.seqs()) <= 24 and world.broker.status()["held_messages"] >= 16
-    # Messages without a due time take their turn, too, and a new queue is limited from its first message on.
+    # Messages without a due time wait like all others, and a new queue is limited from its first message on.
     await world.broker.create_topic(TOPIC, 4)
     await world.broker.send(batch(2, topic=[TOPIC] * 2, queue_id=[3, 3]))
     assert world.broker.queues(TOPIC)[3] == (0, 0)
@@ -192,7 +195,7 @@ async def test_the_end_of_a_limit_shows_messages_when_it_is_durable(
     assert hidden > 15
     topics.set_attribute(topics.get(TOPIC), MAX_PER_SECOND, None)
     durable = world.broker.send(batch(3, topic=[TOPIC] * 3))
-    assert watched.seqs() == before, "a crash would hide them again"
+    assert watched.seqs() == before, "the end of the limit is not durable, so a crash would hide them again"
     if is_limited_again:
         topics.set_attribute(topics.get(TOPIC), MAX_PER_SECOND, "1")
     await durable
@@ -225,8 +228,8 @@ async def test_the_tools_of_rocketmq_set_and_keep_the_limit(world: World) -> Non
         await world.broker.administration.configure_topics(
             [TopicChange(TOPIC, TopicConfig(4, 4), attributes)], ANONYMOUS
         )
-        found: dict[str, str] = world.broker.tables.topics.get(TOPIC).config.attributes
-        return found
+        config_attributes: dict[str, str] = world.broker.tables.topics.get(TOPIC).config.attributes
+        return config_attributes
 
     assert await change(f"+{MAX_PER_SECOND}=7") == {MAX_PER_SECOND: "7"}
     assert await change("") == {MAX_PER_SECOND: "7"} and world.broker.pacing.held() == {TOPIC: 0}
@@ -250,7 +253,7 @@ async def test_a_step_with_many_queues_reads_a_bounded_number_of_entries(world: 
     next_ends, read_entries = pacing.next_ends, QueueIndex.read
     entries_of_steps = list[int]()
 
-    def counted(indexes: Any, rows: int) -> Any:
+    def count_entries(indexes: Any, rows: int) -> Any:
         entries_of_steps.append(0)
 
         def read(index: QueueIndex, offset: int, count: int, **options: Any) -> Any:
@@ -263,7 +266,7 @@ async def test_a_step_with_many_queues_reads_a_bounded_number_of_entries(world: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pacing, "ENTRIES_MERGED", entries_max)
-        patch.setattr(pacing, "next_ends", counted)
+        patch.setattr(pacing, "next_ends", count_entries)
         await watched.advance(2 * SECOND_MS)
     assert len(watched.seqs()) == rows
     assert 0 < max(entries_of_steps) <= entries_max

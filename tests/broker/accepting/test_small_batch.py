@@ -105,14 +105,14 @@ async def write_and_observe(
 def test_sends_encoded_row_by_row_leave_the_same_state_as_sends_in_columns(
     batches: list[list[SendRow]], has_keys: bool
 ) -> None:
-    by_rows, by_columns = (
+    state_by_rows, state_by_columns = (
         run(write_and_observe(batches, are_plain, has_keys=has_keys)) for are_plain in (None, never)
     )
-    assert by_rows == by_columns
+    assert state_by_rows == state_by_columns
 
 
 def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the comparison."""
+    """The negative control: the comparison fails if one way counts other sizes, so that it chooses other queues."""
     row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
     assert run(write_and_observe([[row]], None)) == run(write_and_observe([[row]], never))
     monkeypatch.setattr(admission, "stored_size", lambda *_: 0)
@@ -120,6 +120,7 @@ def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def values_of(field: pa.Field) -> st.SearchStrategy[Any]:
+    """Build a strategy for the values of a column."""
     if pa.types.is_string(field.type) or pa.types.is_binary(field.type):
         values: st.SearchStrategy[Any] = st.text(max_size=9)
         return st.one_of(st.none(), values if pa.types.is_string(field.type) else values.map(str.encode))
@@ -136,6 +137,7 @@ def test_encoded_rows_equal_the_bytes_of_rows_built_as_columns(values: list[tupl
 
 
 def frame_of(rows: pa.RecordBatch) -> bytes:
+    """Encode rows as a frame of the log."""
     _, parts = fmt.encode_frame(
         rows, first_seq=1, span=rows.num_rows, append_ms=2, epoch=3, position=64, synced_to=64
     )

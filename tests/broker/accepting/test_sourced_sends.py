@@ -1,4 +1,4 @@
-"""Each record of a source is in the log once, whatever is repeated and wherever the power is cut."""
+"""Each record of a source is in the log once, also after repeated batches and power cuts."""
 
 from __future__ import annotations
 

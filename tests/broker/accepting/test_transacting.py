@@ -25,14 +25,15 @@ GROUP = "payers"
 
 
 def halves(rows: int = 1, more: dict[str, str] | None = None, **columns: Any) -> pa.RecordBatch:
+    """Build half messages with the ids A0, A1, …. `more`: further properties."""
     properties = encode_properties({"TRAN_MSG": "true", "PGROUP": GROUP, **(more or {})})
     ids = [f"A{number}" for number in range(rows)]
-    whole = {"properties": [properties] * rows, "unique_key": ids, "sys_flag": [5] * rows, **columns}
-    return batch(rows, **whole)
+    all_columns = {"properties": [properties] * rows, "unique_key": ids, "sys_flag": [5] * rows, **columns}
+    return batch(rows, **all_columns)
 
 
 async def prepare(world: World, rows: int = 1, more: dict[str, str] | None = None, **columns: Any) -> int:
-    """The number of the first half message."""
+    """Send half messages. Returns the number of the first one."""
     accepted, durable = world.broker.prepare_nowait(halves(rows, more, **columns))
     await durable
     return int(accepted.first_seq)
@@ -47,24 +48,27 @@ async def roll_back(world: World, seq: int) -> Outcome:
 
 
 async def visible(world: World) -> list[Any]:
+    """List the keys of the visible messages."""
     return sorted(row.key for row in (await world.outcome()).rows)
 
 
 def log(world: World, *kinds: Kind) -> list[dict[str, Any]]:
+    """Read the rows of these kinds from the log."""
     reader = world.broker.log.reader
     return [row for rows in reader.rows(1, reader.next_seq, kinds) for row in rows.to_pylist()]
 
 
 def halves_in_log(world: World) -> list[dict[str, Any]]:
+    """Read the rows of all half messages from the log."""
     return [row for row in log(world, Kind.SCHEDULED) if row["due_ms"] is None]
 
 
 def due_checks(world: World) -> list[int]:
-    """Numbers of all half messages whose check is due now."""
-    found = []
+    """Take all half messages whose check is due now. Returns their numbers."""
+    due_seqs = []
     while (half := world.broker.transactions.take_due(world.clock.wall)) is not None:
-        found.append(half.seq)
-    return found
+        due_seqs.append(half.seq)
+    return due_seqs
 
 
 async def start_after_cut(world: World) -> World:
@@ -75,7 +79,7 @@ async def start_after_cut(world: World) -> World:
     return after_cut
 
 
-# ---- ending -----------------------------------------------------------------------------------------------
+# ---- commits and rollbacks --------------------------------------------------------------------------------
 
 
 @on_node()
@@ -92,7 +96,7 @@ async def test_a_half_message_is_invisible(world: World) -> None:
 
 @on_node()
 async def test_a_committed_message_becomes_visible_unchanged(world: World) -> None:
-    whole = {
+    columns = {
         "tag": ["t"],
         "keys": ["k"],
         "queue_id": [1],
@@ -100,7 +104,7 @@ async def test_a_committed_message_becomes_visible_unchanged(world: World) -> No
         "flag": [3],
         "reconsume_times": [2],
     }
-    seq = await prepare(world, **whole)
+    seq = await prepare(world, **columns)
     world.clock.advance(10)
     assert await commit(world, seq) is Outcome.COMMITTED
     [half], [row] = halves_in_log(world), log(world, Kind.RELEASE)
@@ -124,7 +128,9 @@ async def test_a_rolled_back_message_stays_invisible(world: World) -> None:
 @on_node()
 async def test_a_delay_begins_with_the_commit(world: World) -> None:
     seq = await prepare(world, delay_ms=[5])
-    assert [half["unique_key"] for half in halves_in_log(world)] == ["A0"]  # its delay is not looked at
+    assert [half["unique_key"] for half in halves_in_log(world)] == [
+        "A0"
+    ]  # the delay of the half message has no effect
     await world.advance(HOUR_MS)
     assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
     [moved] = log(world, Kind.MOVED)
@@ -141,7 +147,7 @@ async def test_a_delay_begins_with_the_commit(world: World) -> None:
 def test_a_half_message_committed_with_a_delay_keeps_its_number(
     strategy: str, delay: dict[str, int], after: str
 ) -> None:
-    """Its id and its number find it after any reschedule, and each of these scheduled messages ends once."""
+    """Cancels and reschedules by its id and by its number find it, and each message ends once."""
 
     @on_node()
     async def live(world: World) -> None:
@@ -161,7 +167,7 @@ def test_a_half_message_committed_with_a_delay_keeps_its_number(
         answers = await world.broker.cancel(ids=["A1"])
         answers += await world.broker.cancel(seqs=[cancelled])
         answers += await world.broker.reschedule(seqs=[moved], delay_ms=2 * HOUR_MS)
-        assert [(one.verdict, one.seq) for one in answers] == [
+        assert [(verdict.verdict, verdict.seq) for verdict in answers] == [
             ("cancelled", cancelled), ("already_cancelled", cancelled), ("rescheduled", moved),
         ]  # fmt: skip
         for seq in halves:  # the producer asks again
@@ -170,8 +176,8 @@ def test_a_half_message_committed_with_a_delay_keeps_its_number(
         assert await visible(world) == ["A0"]
         await world.advance(HOUR_MS)
         assert await visible(world) == ["A0", "A2"]
-        answers = [v for n in halves for v in await world.broker.cancel(seqs=[n])]
-        assert [one.verdict for one in answers] == ["released", "already_cancelled", "released"]
+        answers = [verdict for seq in halves for verdict in await world.broker.cancel(seqs=[seq])]
+        assert [verdict.verdict for verdict in answers] == ["released", "already_cancelled", "released"]
         ends = [(row["source_seq"], row["kind"]) for row in log(world, Kind.RELEASE, Kind.CANCEL)]
         assert sorted(ends) == [(kept, Kind.RELEASE), (cancelled, Kind.CANCEL), (moved, Kind.RELEASE)]
 
@@ -276,14 +282,14 @@ async def test_too_many_open_half_messages_raise_over_limit(
     with pytest.raises(OverLimit, match="3 transactions are open"):
         world.broker.prepare_nowait(halves(2))
     pending = [world.broker.prepare_nowait(halves(1))[1]]
-    with pytest.raises(OverLimit):  # those on their way to the disk count
+    with pytest.raises(OverLimit):  # half messages that are not durable yet count
         world.broker.prepare_nowait(halves(1))
     await asyncio.gather(*pending)
     await commit(world, seq)
     await prepare(world)
 
 
-# ---- asking -----------------------------------------------------------------------------------------------
+# ---- checks -----------------------------------------------------------------------------------------------
 
 
 @on_node()
@@ -359,7 +365,7 @@ async def test_a_postponed_check_is_not_due_before_its_time(world: World) -> Non
     world.clock.advance(1)
     assert due_checks(world) == [seq]
     world.clock.advance(EACH_MS - 1)
-    assert due_checks(world) == []  # when it would have been without
+    assert due_checks(world) == []  # the time of the check before it was postponed
     world.clock.advance(1)
     assert due_checks(world) == [seq]
 
@@ -419,13 +425,13 @@ async def test_discard_rolls_back_a_half_message_and_logs_it(
     assert await commit(world, seq) is Outcome.ROLLED_BACK
 
 
-# ---- after a cut --------------------------------------------------------------------------------------------
+# ---- restarts and power cuts --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saved", [(), (0,), (1,), (0, 1), (0, 1, 2)])
 @on_node()
 async def test_open_half_messages_survive_a_restart(world: World, saved: tuple[int, ...]) -> None:
-    """With any checkpoint: before the half messages, between them and their ends, or after these."""
+    """Also with a checkpoint from before the half messages, from before their ends, or from after their ends."""
 
     async def save(at: int) -> None:
         if at in saved:
@@ -463,7 +469,7 @@ async def test_a_late_check_is_due_at_the_start(world: World) -> None:
 
 
 async def send_two_halves(world: World, answers: list[str], delay: dict[str, int]) -> None:
-    """A transaction that is committed and one that is rolled back. `answers`: the answers."""
+    """Commit one transaction and roll back another one. Each answer is added to `answers`."""
     await world.start()
     first = await prepare(world, 2)
     answers.append("prepared")
@@ -477,6 +483,7 @@ async def send_two_halves(world: World, answers: list[str], delay: dict[str, int
 
 
 def live_until_cut(crash_at: int | None, delay: dict[str, int]) -> tuple[World, list[str]]:
+    """Run `send_two_halves` until the power is cut at a call of the disk. Returns the world and the answers."""
     files, answers = CutFiles(crash_at=crash_at), []  # type: ignore[var-annotated]
     world = World(files, ManualClock())
     run(until_cut(world, files, lambda: send_two_halves(world, answers, delay)))
@@ -492,35 +499,36 @@ def test_a_power_cut_at_any_disk_call_ends_a_half_message_at_most_once(
 ) -> None:
     whole, answers = live_until_cut(None, delay)
     assert answers == ["prepared", "committed", "rolled back"]
-    begun = 0
+    halves_after_cuts = 0
     for crash_at in range(1, whole.files.calls + 1, step):
         world, answers = live_until_cut(crash_at, delay)
         for survival in ("nothing", "everything"):
             after_cut = World(world.files.crash(survival=survival), world.clock)
-            begun += run(count_ended(after_cut, answers, delay))
-    assert begun > 20 // step  # otherwise the cuts came before there was anything to lose
+            halves_after_cuts += run(count_ended(after_cut, answers, delay))
+    assert halves_after_cuts > 20 // step  # otherwise the cuts came before any half message was in the log
 
 
 async def count_ended(after_cut: World, answers: list[str], delay: dict[str, int]) -> int:
+    """Start after a cut, end the half messages, and check their outcomes. Returns the number of half messages."""
     await after_cut.start()
-    found = {row["unique_key"]: row["seq"] for row in halves_in_log(after_cut)}
-    assert not answers or len(found) == 2
-    still = [seq for seq, _ in after_cut.broker.transactions.open()]
-    if found:
-        assert ("committed" in answers) <= (found["A0"] not in still)
-        assert ("rolled back" in answers) <= (found["A1"] not in still)
-        assert await commit(after_cut, found["A0"], **delay) is Outcome.COMMITTED
-        assert await roll_back(after_cut, found["A1"]) is Outcome.ROLLED_BACK
+    seq_by_id = {row["unique_key"]: row["seq"] for row in halves_in_log(after_cut)}
+    assert not answers or len(seq_by_id) == 2
+    open_seqs = [seq for seq, _ in after_cut.broker.transactions.open()]
+    if seq_by_id:
+        assert ("committed" in answers) <= (seq_by_id["A0"] not in open_seqs)
+        assert ("rolled back" in answers) <= (seq_by_id["A1"] not in open_seqs)
+        assert await commit(after_cut, seq_by_id["A0"], **delay) is Outcome.COMMITTED
+        assert await roll_back(after_cut, seq_by_id["A1"]) is Outcome.ROLLED_BACK
     if delay:
         await after_cut.advance(5_000)
-    assert await visible(after_cut) == ["A0"] * bool(found)
+    assert await visible(after_cut) == ["A0"] * bool(seq_by_id)
     released = log(after_cut, Kind.RELEASE)
-    assert [row["source_seq"] for row in released] == [found[key] for key in ("A0",) if found]
+    assert [row["source_seq"] for row in released] == [seq_by_id[key] for key in ("A0",) if seq_by_id]
     assert all(row["store_ms"] >= (row["due_ms"] or 0) for row in released)
-    assert len(log(after_cut, Kind.CANCEL)) == bool(found)
+    assert len(log(after_cut, Kind.CANCEL)) == bool(seq_by_id)
     await after_cut.stop()
     await after_cut.abandon()
-    return len(found)
+    return len(seq_by_id)
 
 
 # ---- retention ------------------------------------------------------------------------------------------------

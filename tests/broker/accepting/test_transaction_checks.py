@@ -43,7 +43,7 @@ async def prepare(world: World) -> int:
     return int(accepted.first_seq)
 
 
-async def look(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
+async def ask_after(world: World, ms: int = limits.TRANSACTION_CHECK_INTERVAL_MS) -> None:
     """Let time pass, and do one round of checks."""
     world.clock.advance(ms)
     await world.broker.transaction_checks.ask_due()
@@ -54,10 +54,10 @@ async def test_the_first_edge_that_has_a_producer_asks(world: World) -> None:
     disconnected, first, second = Edge(connected=False), Edge(), Edge()
     world.broker.transaction_checks.askers += [disconnected, first, second]
     seq = await prepare(world)
-    await look(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
+    await ask_after(world, limits.TRANSACTION_FIRST_CHECK_MS - 1)
     assert first.asked == []
-    await look(world, 1)
-    await look(world)
+    await ask_after(world, 1)
+    await ask_after(world)
     assert first.asked == [(seq, 0, b"body"), (seq, 1, b"body")]
     assert disconnected.asked == second.asked == []
     assert world.broker.transactions.open() == [(seq, 2)]
@@ -67,11 +67,11 @@ async def test_the_first_edge_that_has_a_producer_asks(world: World) -> None:
 async def test_a_check_that_no_producer_accepts_does_not_count(world: World) -> None:
     world.broker.transaction_checks.askers.append(Edge(accepts=False))
     seq = await prepare(world)
-    await look(world)
+    await ask_after(world)
     assert world.broker.transactions.open() == [(seq, 0)]
     accepting = Edge()
     world.broker.transaction_checks.askers.append(accepting)
-    await look(world)
+    await ask_after(world)
     assert len(accepting.asked) == 1
     assert world.broker.transactions.open() == [(seq, 1)]
 
@@ -82,7 +82,7 @@ async def test_no_producer_is_asked_about_a_half_message_that_has_ended(world: W
     world.broker.transaction_checks.askers.append(edge)
     seq = await prepare(world)
     await world.broker.transactions.end(seq, "payers", commit=True)
-    await look(world)
+    await ask_after(world)
     assert edge.asked == []
 
 
@@ -92,7 +92,7 @@ async def test_after_too_many_checks_a_half_message_is_rolled_back(world: World)
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)
     for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
-        await look(world)
+        await ask_after(world)
     assert len(edge.asked) == limits.TRANSACTION_CHECKS_MAX
     assert world.broker.transactions.open() == []
 
@@ -105,7 +105,7 @@ async def test_the_checks_of_a_round_are_limited(world: World, monkeypatch: pyte
     seqs = {await prepare(world) for _ in range(5)}
     world.clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
     for asked_in_total in (2, 4, 5):
-        await look(world, 0)
+        await ask_after(world, 0)
         assert len(edge.asked) == asked_in_total
     assert {seq for seq, _, _ in edge.asked} == seqs
 
@@ -124,7 +124,7 @@ class FailsOnce(Edge):
 
 
 async def run_until(world: World, monkeypatch: pytest.MonkeyPatch, edge: Edge) -> None:
-    """Run the loop itself, until the edge was asked or the node has failed."""
+    """Run the task of the checks until the edge was asked or the task has ended."""
     monkeypatch.setattr(transacting, "LOOK_S", 0)
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)

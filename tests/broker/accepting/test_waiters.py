@@ -11,8 +11,9 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit
 
 
-async def start_waits(waiters: Waiters, *places: tuple[str, int | None]) -> list[asyncio.Task[bool]]:
-    tasks = [asyncio.ensure_future(waiters.wait(topic, 60, queue)) for topic, queue in places]
+async def start_waits(waiters: Waiters, *queues: tuple[str, int | None]) -> list[asyncio.Task[bool]]:
+    """Let a consumer wait for each (topic, queue). The queue None: for any queue."""
+    tasks = [asyncio.ensure_future(waiters.wait(topic, 60, queue)) for topic, queue in queues]
     await asyncio.sleep(0)
     return tasks
 
@@ -37,6 +38,7 @@ def test_a_queue_wakes_only_its_own_waiters() -> None:
 
 
 async def turns(count: int = 5) -> None:
+    """Let the event loop run this many turns."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -59,10 +61,10 @@ def test_a_waiter_is_woken_only_by_its_topic() -> None:
 def test_a_waiter_for_two_topics_is_woken_once_and_removed_from_both() -> None:
     async def main() -> None:
         waiters = Waiters()
-        either = asyncio.ensure_future(waiters.wait_any(["a", "b"], 60))
+        waiter = asyncio.ensure_future(waiters.wait_any(["a", "b"], 60))
         await turns()
         waiters.wake(["b"])
-        assert await either
+        assert await waiter
         assert not waiters._by_topic and not waiters._count
 
     asyncio.run(main())
@@ -74,12 +76,12 @@ def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         waiters = Waiters()
         assert await waiters.wait("a", 0) is False
-        for _ in range(3):  # otherwise the third would exceed the limit
-            gone = asyncio.ensure_future(waiters.wait("a", 60))
+        for _ in range(3):  # if a cancelled waiter stayed, the third would exceed the limit
+            cancelled = asyncio.ensure_future(waiters.wait("a", 60))
             await turns()
-            gone.cancel()
+            cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await gone
+                await cancelled
         staying = [asyncio.ensure_future(waiters.wait("a", 60)) for _ in range(2)]
         await turns()
         with pytest.raises(OverLimit, match="2 consumers wait already"):
@@ -91,10 +93,10 @@ def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_watcher_is_called_for_each_change_of_a_watched_topic() -> None:
-    waiters, topics, woken = Waiters(), {"a", "c"}, list[str]()
-    waiters.watch(topics, woken.append)
+    waiters, topics, changed_topics = Waiters(), {"a", "c"}, list[str]()
+    waiters.watch(topics, changed_topics.append)
     waiters.wake(["a", "b"])
     waiters.wake_queues([("c", 1), ("d", 1)])
     topics.add("d")
     waiters.wake_queues([("d", 1)])
-    assert woken == ["a", "c", "d"]
+    assert changed_topics == ["a", "c", "d"]

@@ -31,6 +31,7 @@ TEXTS = [
 
 
 def scheduled(texts: list[str | None]) -> pa.RecordBatch:
+    """Build scheduled messages with these properties: numbers from 10 on, due times from 100 ms on."""
     count = len(texts)
     rows = build_rows(
         count, kind=int(Kind.SCHEDULED), topic="a", queue_id=-1, properties=pa.array(texts, pa.string()),
@@ -40,20 +41,21 @@ def scheduled(texts: list[str | None]) -> pa.RecordBatch:
 
 
 def woken_rows(texts: list[str | None], woken: Woken) -> pa.RecordBatch:
+    """Build the wake-ups of `scheduled` messages to 200 ms, as rows from 300 on, and remember them."""
     rows = scheduled(texts)
     count = rows.num_rows
-    made = build_wake_ups(
+    wake_ups = build_wake_ups(
         rows, np.full(count, 200), references=(rows.column("seq"), pa.nulls(count, pa.int64())),
         from_due_ms=np.arange(count) + 100, woken=woken, now_ms=50, host="host", encode=lambda rows, now_ms: rows,
     )  # fmt: skip
     moved = Moved()
-    made.remember(300, moved, woken)
+    wake_ups.remember(300, moved, woken)
     assert moved.newest(10) == (200, 300)
-    return made.rows
+    return wake_ups.rows
 
 
 @given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=5))
-def test_a_row_names_its_base_and_loses_it_again(texts: list[str | None]) -> None:
+def test_a_wake_up_names_its_base_until_the_property_is_removed(texts: list[str | None]) -> None:
     woken, count = Woken(), len(texts)
     rows = woken_rows(texts, woken)
     assert rows.column("from_due_ms").to_pylist() == list(range(100, 100 + count))
@@ -61,11 +63,11 @@ def test_a_row_names_its_base_and_loses_it_again(texts: list[str | None]) -> Non
     index, base_ms, base = bases_in(rows.column("properties"))
     assert index.tolist() == list(range(count))
     assert (base_ms.tolist(), base.tolist()) == (list(range(100, 100 + count)), list(range(10, 10 + count)))
-    found = woken.bases(np.full(count, 200), np.arange(count) + 300)
-    assert [column.tolist() for column in found] == [base_ms.tolist(), base.tolist()]
-    without = without_base(with_seq(rows, 300))
-    assert without.schema == READ_SCHEMA
-    for text, after in zip(texts, without.column("properties").to_pylist(), strict=True):
+    remembered = woken.bases(np.full(count, 200), np.arange(count) + 300)
+    assert [column.tolist() for column in remembered] == [base_ms.tolist(), base.tolist()]
+    delivered = without_base(with_seq(rows, 300))
+    assert delivered.schema == READ_SCHEMA
+    for text, after in zip(texts, delivered.column("properties").to_pylist(), strict=True):
         expected = decode_properties(text or "")
         expected.pop(BASE, None)
         assert decode_properties(after or "") == expected
@@ -73,6 +75,7 @@ def test_a_row_names_its_base_and_loses_it_again(texts: list[str | None]) -> Non
 
 def test_a_second_wake_up_keeps_the_base_of_the_first() -> None:
     woken = Woken()
+    # Version 10, which is due at 100 ms, has the base due time 7 and the base version 3.
     woken.add(*(np.array([number]) for number in (10, 7, 3, 100)))
     assert bases_in(woken_rows([None], woken).column("properties"))[1:] == (np.array([7]), np.array([3]))
 
