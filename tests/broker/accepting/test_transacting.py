@@ -128,9 +128,8 @@ async def test_a_rolled_back_message_stays_invisible(world: World) -> None:
 @on_node()
 async def test_a_delay_begins_with_the_commit(world: World) -> None:
     seq = await prepare(world, delay_ms=[5])
-    assert [half["unique_key"] for half in halves_in_log(world)] == [
-        "A0"
-    ]  # the delay of the half message has no effect
+    # The delay of a half message has no effect before its commit.
+    assert [half["unique_key"] for half in halves_in_log(world)] == ["A0"]
     await world.advance(HOUR_MS)
     assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
     [moved] = log(world, Kind.MOVED)

@@ -21,6 +21,7 @@ def rows_of(messages: Sequence[Message | None], **columns: object) -> pa.RecordB
 
 
 def tagged(tags: Sequence[str | None]) -> pa.RecordBatch:
+    """Build a row for each tag. None: a message without a tag."""
     return rows_of([None] * len(tags), tag=list(tags))
 
 

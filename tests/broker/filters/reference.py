@@ -28,7 +28,7 @@ SEARCHES = ["CONTAINS", "STARTSWITH", "ENDSWITH"]
 
 
 class Failed(Exception):
-    """The outcome ERROR: the message is not delivered, whatever stands to the right."""
+    """The outcome ERROR: it ends the evaluation, and the message is not delivered."""
 
 
 # ---- evaluating -------------------------------------------------------------------------------------------
@@ -41,6 +41,7 @@ def outcome(tree: Tree, message: Message) -> Outcome:
 
 
 def is_delivered(tree: Tree, message: Message) -> bool:
+    """Check whether a condition selects a message: ERROR counts as not selected."""
     try:
         return outcome(tree, message) is True
     except Failed:
@@ -73,18 +74,26 @@ def evaluate_not(message: Message, part: Tree) -> Outcome:
 
 
 def compare_sides(message: Message, sign: str, left: Tree, right: Tree) -> Outcome:
-    a, b = (message.get(side[1]) if side[0] == "property" else side[1] for side in (left, right))
-    if a is None or b is None:
+    """Compare two sides: as truth values if one is TRUE or FALSE, as texts, or as numbers. Raises Failed."""
+    first, second = (message.get(side[1]) if side[0] == "property" else side[1] for side in (left, right))
+    if first is None or second is None:
         return None
     ordering = sign not in ("=", "<>")
-    if isinstance(a, bool) or isinstance(b, bool):
-        a, b = (side.lower() == "true" if isinstance(side, str) else side for side in (a, b))
-    elif not (isinstance(a, str) and isinstance(b, str) and not ordering):
-        decimal = isinstance(a, float) or isinstance(b, float) or (isinstance(a, str) and isinstance(b, str))
-        a, b = (number(side, decimal) for side in (a, b))
+    if isinstance(first, bool) or isinstance(second, bool):
+        first, second = (
+            side.lower() == "true" if isinstance(side, str) else side for side in (first, second)
+        )
+    elif not (isinstance(first, str) and isinstance(second, str) and not ordering):
+        decimal = (
+            isinstance(first, float)
+            or isinstance(second, float)
+            or (isinstance(first, str) and isinstance(second, str))
+        )
+        first, second = (number(side, decimal) for side in (first, second))
     return {
-        "=": a == b, "<>": a != b, ">": ordering and a > b, ">=": ordering and a >= b,
-        "<": ordering and a < b, "<=": ordering and a <= b,
+        "=": first == second, "<>": first != second,
+        ">": ordering and first > second, ">=": ordering and first >= second,
+        "<": ordering and first < second, "<=": ordering and first <= second,
     }[sign]  # fmt: skip
 
 
@@ -121,10 +130,10 @@ def evaluate_search(message: Message, how: str, negated: bool, name: str, search
         return None
     if not search:
         return False
-    found = {
+    is_match = {
         "CONTAINS": search in text, "STARTSWITH": text.startswith(search), "ENDSWITH": text.endswith(search)
     }[how]  # fmt: skip
-    return found != negated
+    return is_match != negated
 
 
 def evaluate_property_is_null(message: Message, negated: bool, name: str) -> Outcome:
@@ -136,8 +145,8 @@ def evaluate_condition_is_null(message: Message, negated: bool, part: Tree) -> O
 
 
 def evaluate_same(message: Message, left: Tree, right: Tree) -> Outcome:
-    a, b = outcome(left, message), outcome(right, message)
-    return None if a is None or b is None else a == b
+    first, second = outcome(left, message), outcome(right, message)
+    return None if first is None or second is None else first == second
 
 
 def evaluate_constant(message: Message, value: Outcome) -> Outcome:
@@ -156,37 +165,37 @@ EVALUATORS: dict[str, Callable[..., Outcome]] = {
 
 def show(tree: Tree) -> str:
     """Write a tree as SQL, with every part in parentheses."""
-    kind, *rest = tree
+    kind, *arguments = tree
     if kind in ("or", "and"):
-        return f" {kind.upper()} ".join(f"({show(part)})" for part in rest[0])
+        return f" {kind.upper()} ".join(f"({show(part)})" for part in arguments[0])
     if kind == "not":
-        return f"NOT ({show(rest[0])})"
+        return f"NOT ({show(arguments[0])})"
     if kind == "compare":
-        return f"{show(rest[1])} {rest[0]} {show(rest[2])}"
+        return f"{show(arguments[1])} {arguments[0]} {show(arguments[2])}"
     if kind == "between":
-        negated, value, low, high = rest
+        negated, value, low, high = arguments
         return f"{show(value)} {'NOT ' * negated}BETWEEN {show(low)} AND {show(high)}"
     if kind == "in":
-        negated, name, items = rest
-        return f"{name} {'NOT ' * negated}IN ({', '.join(map(quoted, items))})"
+        negated, name, items = arguments
+        return f"{name} {'NOT ' * negated}IN ({', '.join(map(quote, items))})"
     if kind == "search":
-        how, negated, name, search = rest
-        return f"{name} {'NOT ' * negated}{how} {quoted(search)}"
+        how, negated, name, search = arguments
+        return f"{name} {'NOT ' * negated}{how} {quote(search)}"
     if kind == "null":
-        return f"{rest[1]} IS {'NOT ' * rest[0]}NULL"
+        return f"{arguments[1]} IS {'NOT ' * arguments[0]}NULL"
     if kind == "unknown":
-        return f"({show(rest[1])}) IS {'NOT ' * rest[0]}NULL"
+        return f"({show(arguments[1])}) IS {'NOT ' * arguments[0]}NULL"
     if kind == "same":
-        return f"({show(rest[0])}) = ({show(rest[1])})"
+        return f"({show(arguments[0])}) = ({show(arguments[1])})"
     if kind == "property":
-        return str(rest[0])
-    value = rest[0]
+        return str(arguments[0])
+    value = arguments[0]
     if value is None or isinstance(value, bool):
         return {None: "NULL", True: "true", False: "False"}[value]
-    return quoted(value) if isinstance(value, str) else repr(value)
+    return quote(value) if isinstance(value, str) else repr(value)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -198,11 +207,13 @@ TEXTUAL = st.tuples(st.just("value"), st.sampled_from(TEXTS))
 FLAG = st.tuples(st.just("value"), st.booleans())
 
 
-def swapped(left: Any, right: Any) -> Any:
+def in_either_order(left: Any, right: Any) -> Any:
+    """Draw the two sides of a comparison, in either order."""
     return st.one_of(st.tuples(left, right), st.tuples(right, left))
 
 
 def compare(signs: list[str], pairs: Any) -> Any:
+    """Draw a comparison of a pair of sides."""
     return st.tuples(st.just("compare"), st.sampled_from(signs), pairs).map(lambda t: (t[0], t[1], *t[2]))
 
 
@@ -221,10 +232,10 @@ def without_null(tree: Tree) -> Tree:
 
 BOUNDS = st.one_of(PROPERTIES, NUMERIC)
 SIMPLE = st.one_of(
-    compare(SIGNS, swapped(PROPERTIES, NUMERIC)),
+    compare(SIGNS, in_either_order(PROPERTIES, NUMERIC)),
     compare(SIGNS, st.tuples(PROPERTIES, PROPERTIES)),
     compare(SIGNS, st.tuples(NUMERIC, NUMERIC)),
-    compare(["=", "<>"], swapped(PROPERTIES, st.one_of(TEXTUAL, FLAG))),
+    compare(["=", "<>"], in_either_order(PROPERTIES, st.one_of(TEXTUAL, FLAG))),
     st.tuples(st.just("between"), st.booleans(), PROPERTIES, BOUNDS, BOUNDS).map(in_order),
     st.tuples(
         st.just("in"), st.booleans(), st.sampled_from(NAMES), st.lists(st.sampled_from(TEXTS), min_size=1)

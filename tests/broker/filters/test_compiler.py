@@ -40,6 +40,7 @@ def is_delivered_wrongly(defect: str, tree: Tree, message: Message) -> bool:
 
 
 def _compare_leniently(*args: object) -> bool | None:
+    """Compare with the outcome False in place of ERROR."""
     try:
         return reference.compare_sides(*args)  # type: ignore[arg-type]
     except reference.Failed:
@@ -82,8 +83,8 @@ def test_any_text_is_a_filter_or_refused(
 ) -> None:
     try:
         filter_ = compile_filter(text, expression_type, bit_mask=bit_mask)
-    except InvalidFilter as refused:
-        assert refused.position is None or 1 <= refused.position <= len(text) + 1
+    except InvalidFilter as error:
+        assert error.position is None or 1 <= error.position <= len(text) + 1
         return
     assert filter_.exact(rows_of(messages)).shape == (len(messages),)
     assert filter_.candidates(entries_of([0] * len(messages))).shape == (len(messages),)
@@ -109,8 +110,8 @@ def test_a_long_or_deep_text_is_refused_or_evaluated_without_another_error(text:
 def test_the_deepest_and_the_widest_allowed_expressions_are_evaluated() -> None:
     deep = "(" * limits.FILTER_DEPTH_MAX + "a = 1" + ")" * limits.FILTER_DEPTH_MAX
     assert delivered(deep, [{"a": "1"}, {}]) == [True, False]
-    denied = "NOT " * (limits.FILTER_DEPTH_MAX - 1) + "(a = 1)"
-    assert delivered(denied, [{"a": "2"}, {"a": "1"}, {}]) == [True, False, False]
+    negated = "NOT " * (limits.FILTER_DEPTH_MAX - 1) + "(a = 1)"
+    assert delivered(negated, [{"a": "2"}, {"a": "1"}, {}]) == [True, False, False]
     wide = " OR ".join(f"a = {i}" for i in range(limits.FILTER_TOKENS_MAX // 4))
     assert delivered(wide, [{"a": "1023"}, {"a": "1024"}, {"a": "0"}]) == [True, False, True]
 
@@ -137,11 +138,11 @@ def test_the_deepest_and_the_widest_allowed_expressions_are_evaluated() -> None:
 def test_the_error_names_the_exceeded_limit_and_its_position(
     text: str, limit: str, position: int | None
 ) -> None:
-    with pytest.raises(InvalidFilter, match=limit) as refused:
+    with pytest.raises(InvalidFilter, match=limit) as error_info:
         compile_filter(text, SQL92)
-    assert (refused.value.limit, refused.value.position) == (limit, position)
+    assert (error_info.value.limit, error_info.value.position) == (limit, position)
     if position:
-        assert f"at character {position}" in str(refused.value)
+        assert f"at character {position}" in str(error_info.value)
 
 
 def test_the_limit_in_bytes_applies_to_tags_too() -> None:
@@ -158,9 +159,9 @@ def test_a_subscription_without_a_type_has_tags(expression_type: str | None) -> 
 
 @pytest.mark.parametrize("expression_type", ["sql92", "CLASS", "x" * 10_000])
 def test_an_unknown_expression_type_is_refused_with_a_short_text(expression_type: str) -> None:
-    with pytest.raises(InvalidFilter, match="it is TAG or SQL92") as refused:
+    with pytest.raises(InvalidFilter, match="it is TAG or SQL92") as error_info:
         compile_filter("a", expression_type)
-    assert len(str(refused.value)) < 200
+    assert len(str(error_info.value)) < 200
 
 
 @pytest.mark.parametrize("text", [None, "", " ", "*"])
@@ -170,9 +171,9 @@ def test_an_empty_text_or_a_star_is_no_sql_expression(text: str | None) -> None:
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(InvalidFilter, match="character 3 is half") as refused:
+    with pytest.raises(InvalidFilter, match="character 3 is half") as error_info:
         compile_filter("a \ud800")
-    assert refused.value.position == 3
+    assert error_info.value.position == 3
 
 
 def test_an_invalid_filter_error_is_a_request_error() -> None:
@@ -182,16 +183,17 @@ def test_an_invalid_filter_error_is_a_request_error() -> None:
 # ---- docs/filters.md ---------------------------------------------------------------------------------------
 
 
-def shown(language: str) -> list[str]:
+def code_lines(language: str) -> list[str]:
+    """List the lines of the code blocks of a language on the page."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```", page("docs/filters.md"), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def test_the_examples_of_the_page_are_filters() -> None:
-    for text in shown("sql"):
+    for text in code_lines("sql"):
         assert not compile_filter(text, SQL92).matches_all
-    assert [compile_filter(text).matches_all for text in shown("tags")] == [True, False, False]
-    assert len(shown("sql")) > 4
+    assert [compile_filter(text).matches_all for text in code_lines("tags")] == [True, False, False]
+    assert len(code_lines("sql")) > 4
 
 
 def test_the_page_lists_all_limits_with_their_values() -> None:

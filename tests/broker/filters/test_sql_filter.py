@@ -34,7 +34,7 @@ def test_without_a_compiler_the_reference_evaluates(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("text", "same"),
+    ("text", "equal_text"),
     [
         ("a = 1 or b = 2 and c = 3", "a = 1 OR (b = 2 AND c = 3)"),
         ("a=1 and b=2 or c=3", "(a = 1 AND b = 2) OR c = 3"),
@@ -72,8 +72,8 @@ def test_without_a_compiler_the_reference_evaluates(monkeypatch: pytest.MonkeyPa
         ("\t\f\r\na\n=1", "a = 1"),
     ],
 )
-def test_two_texts_with_one_meaning_are_parsed_to_equal_conditions(text: str, same: str) -> None:
-    assert parse(text) == parse(same)
+def test_two_texts_with_one_meaning_are_parsed_to_equal_conditions(text: str, equal_text: str) -> None:
+    assert parse(text) == parse(equal_text)
 
 
 def test_parse_returns_the_names_of_all_properties() -> None:
@@ -129,11 +129,11 @@ def test_parse_returns_the_names_of_all_properties() -> None:
     ],
 )
 def test_a_refused_text_has_an_error_with_reason_and_position(text: str, reason: str, position: int) -> None:
-    with pytest.raises(InvalidFilter) as refused:
+    with pytest.raises(InvalidFilter) as error_info:
         parse(text)
-    assert reason in str(refused.value)
-    assert refused.value.position == position
-    assert f"at character {position}" in str(refused.value)
+    assert reason in str(error_info.value)
+    assert error_info.value.position == position
+    assert f"at character {position}" in str(error_info.value)
 
 
 def test_the_smallest_64_bit_integer_is_accepted_and_the_next_smaller_one_refused() -> None:
@@ -149,9 +149,9 @@ def test_the_error_of_a_long_text_is_short() -> None:
         "a = 1 " + "z" * 10_000,
         "a > '" + "y" * 10_000 + "'",
     ):
-        with pytest.raises(InvalidFilter) as refused:
+        with pytest.raises(InvalidFilter) as error_info:
             parse(text)
-        assert len(str(refused.value)) < 400
+        assert len(str(error_info.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_the_error_of_a_long_text_is_short() -> None:
     ],
 )
 def test_a_text_that_is_no_token_is_refused_with_its_position(text: str, reason: str, position: int) -> None:
-    with pytest.raises(InvalidFilter) as refused:
+    with pytest.raises(InvalidFilter) as error_info:
         parse(text)
-    assert reason in str(refused.value)
-    assert refused.value.position == position
+    assert reason in str(error_info.value)
+    assert error_info.value.position == position
 
 
 @given(st.text())

@@ -24,11 +24,12 @@ PROPERTIES = st.one_of(
         lambda pairs: "\2".join(f"{name}\1{value}" for name, value in pairs)
     ),
 )
-OWN = st.one_of(st.none(), st.sampled_from(TEXTS))
-ROWS = st.lists(st.tuples(PROPERTIES, OWN), min_size=1, max_size=20)
+# The column of TAGS.
+TAG_TEXTS = st.one_of(st.none(), st.sampled_from(TEXTS))
+ROWS = st.lists(st.tuples(PROPERTIES, TAG_TEXTS), min_size=1, max_size=20)
 
 
-def compiled(text: str, rows: pa.RecordBatch) -> list[bool]:
+def evaluate_compiled(text: str, rows: pa.RecordBatch) -> list[bool]:
     """Return for each row whether the compiled condition is TRUE."""
     return [bool(matched) for matched in sql_filter.Program(*sql_filter.parse(text)).matches(rows)]
 
@@ -42,7 +43,7 @@ def test_a_program_matches_the_rows_of_the_reference(
     columns = {"properties": [text for text, _ in values], "tag": [tag for _, tag in values]}
     rows = build_rows(len(values), **columns).slice(begin, count)
     condition, names = sql_filter.parse(show(tree))
-    assert compiled(show(tree), rows) == sql_conditions.matches(condition, names, rows).tolist()
+    assert evaluate_compiled(show(tree), rows) == sql_conditions.matches(condition, names, rows).tolist()
 
 
 NUMBERS = st.one_of(
@@ -57,8 +58,8 @@ NUMBERS = st.one_of(
 def compares(text: str, sign: str, number: float, *, decimal: bool) -> bool:
     """Check whether a property with this text compares with a number, in the compiled evaluation."""
     condition = Ordered(sign, Property("a"), number, decimal)
-    (found,) = sql_filter.Program(condition, frozenset("a")).matches(rows_of([{"a": text}]))
-    return bool(found)
+    (is_match,) = sql_filter.Program(condition, frozenset("a")).matches(rows_of([{"a": text}]))
+    return bool(is_match)
 
 
 @needs_compiled
@@ -75,29 +76,29 @@ def test_the_program_reads_a_text_as_the_number_that_the_reference_reads(text: s
 @needs_compiled
 def test_an_empty_value_is_not_missing() -> None:
     rows = build_rows(2, tag=["", ""], properties=["a\1\2", "TAGS\1x"])
-    assert compiled("TAGS = ''", rows) == [True, True]
-    assert compiled("a IS NULL", rows) == [False, True]
+    assert evaluate_compiled("TAGS = ''", rows) == [True, True]
+    assert evaluate_compiled("a IS NULL", rows) == [False, True]
 
 
 @needs_compiled
 def test_a_value_is_taken_from_its_own_column_or_else_the_last_one_of_the_text() -> None:
     rows = build_rows(3, tag=["z", None, None], properties=["TAGS\1x\2a\1\2TAGS\1y"] * 2 + ["a\1"])
-    assert compiled("TAGS = 'z'", rows) == [True, False, False]
-    assert compiled("TAGS = 'y'", rows) == [False, True, False]
-    assert compiled("TAGS IS NULL", rows) == [False, False, True]
+    assert evaluate_compiled("TAGS = 'z'", rows) == [True, False, False]
+    assert evaluate_compiled("TAGS = 'y'", rows) == [False, True, False]
+    assert evaluate_compiled("TAGS IS NULL", rows) == [False, False, True]
 
 
 @needs_compiled
 def test_a_name_does_not_continue_in_the_next_row() -> None:
     rows = build_rows(2, properties=["b\x011\x02reg", "ion\x01eu\x02"])
-    assert compiled("region IS NULL", rows) == [True, True]
+    assert evaluate_compiled("region IS NULL", rows) == [True, True]
 
 
 @needs_compiled
 def test_a_text_that_is_not_utf8_is_an_error_where_a_number_is_needed() -> None:
     rows = build_rows(1, properties=pa.array([b"a\x01\xff"]).view(pa.string()))
     with pytest.raises(UnicodeDecodeError):
-        compiled("a > 1", rows)
+        evaluate_compiled("a > 1", rows)
 
 
 @needs_compiled

@@ -51,13 +51,13 @@ def test_a_subscription_without_tags_or_with_a_star_matches_all_messages(text: s
         ("TagA||TagB", ["TagA", "TagB"]),
         (" TagA || TagB\t||\n", ["TagA", "TagB"]),
         ("||a||||b||", ["a", "b"]),
-        ("a|||b", ["a", "|b"]),  # as Java's split has it
+        ("a|||b", ["a", "|b"]),  # as Java's split reads it
         ("a|b", ["a|b"]),
         ("a b", ["a b"]),
         ("a || a", ["a"]),
         ("a || *", ["*", "a"]),  # the star means all only if it is alone
         (" * ", ["*"]),
-        ("\u00a0a\u3000", ["\u00a0a\u3000"]),  # Java's trim knows ASCII's blanks only
+        ("\u00a0a\u3000", ["\u00a0a\u3000"]),  # Java's trim removes only blanks of ASCII
     ],
 )
 def test_a_subscription_is_read_as_rocketmq_reads_it(text: str, names: list[str]) -> None:
@@ -73,17 +73,17 @@ def test_a_subscription_without_tags_is_refused(text: str) -> None:
 def test_too_many_tags_are_refused() -> None:
     largest = "||".join(map(str, range(limits.FILTER_TAGS_MAX)))
     assert matched(compile_filter(largest), ["0", "1023", "1024"]) == [True, True, False]
-    with pytest.raises(InvalidFilter, match=r"1025 tags, at most 1024 \(FILTER_TAGS_MAX\)") as refused:
+    with pytest.raises(InvalidFilter, match=r"1025 tags, at most 1024 \(FILTER_TAGS_MAX\)") as error_info:
         compile_filter(largest + "||x")
-    assert refused.value.limit == "FILTER_TAGS_MAX"
+    assert error_info.value.limit == "FILTER_TAGS_MAX"
 
 
 def test_two_tags_with_one_hash_are_told_apart() -> None:
-    wanted = compile_filter("Aa")
+    filter_ = compile_filter("Aa")
     assert tag_hash("Aa") == tag_hash("BB")
     # The control: the index alone would also deliver "BB".
-    assert wanted.candidates(entries_of([tag_hash("Aa"), tag_hash("BB")])).tolist() == [True, True]
-    assert matched(wanted, ["Aa", "BB"]) == [True, False]
+    assert filter_.candidates(entries_of([tag_hash("Aa"), tag_hash("BB")])).tolist() == [True, True]
+    assert matched(filter_, ["Aa", "BB"]) == [True, False]
 
 
 def test_a_message_without_a_tag_matches_no_tag_filter() -> None:
@@ -98,16 +98,16 @@ def test_in_a_topic_of_single_tags_the_whole_text_is_the_tag() -> None:
 
 
 def test_a_multi_tag_message_matches_any_of_its_tags() -> None:
-    wanted = compile_filter("a || b", bit_mask=True)
+    filter_ = compile_filter("a || b", bit_mask=True)
     messages = ["a", "b||c", "c", "c || a", None, "", "||", "ab"]
-    assert matched(wanted, messages, bit_mask=True) == [True, True, False, True, False, False, False, False]
+    assert matched(filter_, messages, bit_mask=True) == [True, True, False, True, False, False, False, False]
 
 
 def test_two_tags_with_one_bit_are_told_apart() -> None:
     twin = next(str(i) for i in range(1000) if tag_mask(str(i)) == tag_mask("a"))
-    wanted = compile_filter("a", bit_mask=True)
-    assert wanted.candidates(entries_of([tag_mask(twin)])).tolist() == [True]
-    assert matched(wanted, [twin, f"{twin}||a", "a"], bit_mask=True) == [False, True, True]
+    filter_ = compile_filter("a", bit_mask=True)
+    assert filter_.candidates(entries_of([tag_mask(twin)])).tolist() == [True]
+    assert matched(filter_, [twin, f"{twin}||a", "a"], bit_mask=True) == [False, True, True]
 
 
 def test_a_mask_has_one_bit_for_each_tag_and_is_never_negative() -> None:
@@ -124,22 +124,24 @@ SUBSCRIPTIONS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4)
 
 @given(SUBSCRIPTIONS, st.lists(TAGS))
 def test_a_filter_by_hash_matches_exactly_the_messages_with_its_tags(
-    wanted: list[str], message_tags: list[str | None]
+    subscribed: list[str], message_tags: list[str | None]
 ) -> None:
-    if wanted == ["*"]:
+    if subscribed == ["*"]:  # the star alone means all messages
         return
-    expected = [tag in wanted for tag in message_tags]
-    assert matched(compile_filter(" || ".join(wanted)), message_tags) == expected
+    expected = [tag in subscribed for tag in message_tags]
+    assert matched(compile_filter(" || ".join(subscribed)), message_tags) == expected
 
 
 @given(SUBSCRIPTIONS, st.lists(st.one_of(TAGS, st.lists(st.sampled_from(WORDS)).map("||".join))))
 def test_a_filter_by_bits_matches_exactly_the_messages_with_its_tags(
-    wanted: list[str], message_tags: list[str | None]
+    subscribed: list[str], message_tags: list[str | None]
 ) -> None:
-    if wanted == ["*"]:
+    if subscribed == ["*"]:  # the star alone means all messages
         return
-    expected = [bool(set(tags.split(tag or "")) & set(wanted)) for tag in message_tags]
-    assert matched(compile_filter("||".join(wanted), bit_mask=True), message_tags, bit_mask=True) == expected
+    expected = [bool(set(tags.split(tag or "")) & set(subscribed)) for tag in message_tags]
+    assert (
+        matched(compile_filter("||".join(subscribed), bit_mask=True), message_tags, bit_mask=True) == expected
+    )
 
 
 def test_the_caches_of_hashes_take_at_most_16_mib() -> None:

@@ -19,6 +19,7 @@ from timeball.schedule.locations import with_column
 
 
 def transfer(number: int, rows: int = 3, since_ms: int = 5, due_ms: int = 100) -> AdoptHere:
+    """Build a transfer from g2 with `rows` messages of the topic orders."""
     messages = with_column(scheduled_rows([None] * rows), "due_ms", pa.array([due_ms] * rows))
     sent = encode_sent(build_drain_rows(messages, "g1", 9))
     return AdoptHere(source="g2", since_ms=since_ms, transfer=number, rows=sent)
@@ -38,7 +39,7 @@ async def test_a_repeated_transfer_is_adopted_once(
     assert one.broker.tables.drains.adopted("g2") == AdoptedFacts(since_ms=6, transfer=1, rows=9)
     with pytest.raises(OutOfRange, match="newer drain"):
         await one.broker.adoption.adopt(transfer(3), ANONYMOUS)
-    assert {"orders"} <= one.broker.topics().keys(), "made by its first message"
+    assert {"orders"} <= one.broker.topics().keys(), "the topic of the messages was created"
 
 
 @in_two_groups

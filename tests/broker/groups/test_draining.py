@@ -59,12 +59,12 @@ async def drain(drained: InGroup, heir_name: str = "g1") -> None:
 
 
 async def visible(*worlds: InGroup) -> Counter[str]:
-    """How often each message is in a queue of any group."""
+    """Count how often each message is in the queues of these groups, by key."""
     return Counter([row.key for world in worlds for row in (await world.outcome()).rows])
 
 
-async def each_kind(drained: InGroup) -> list[str]:
-    """Messages in a file of the table, in the log, of a delay level, moved, and for other instants."""
+async def send_each_kind(drained: InGroup) -> list[str]:
+    """Send messages to a file of the table, to the log and to a delay level, and reschedule one. Returns their keys."""
     keys = await drained.send("orders", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
     await drained.compact()
     await drained.reschedule(keys[:1], 90 * 60_000)
@@ -77,7 +77,7 @@ async def each_kind(drained: InGroup) -> list[str]:
 async def test_all_pending_messages_are_handed_over_and_delivered_at_their_due_times(
     neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
-    keys = await each_kind(drained)
+    keys = await send_each_kind(drained)
     soon = await drained.send("orders", [MARGIN_MS // 2])
     before = {key: (await drained.broker.find(key))[0] for key in keys}
     await drain(drained)
@@ -105,7 +105,7 @@ async def test_a_repeated_send_with_an_idempotency_key_reports_a_handed_message(
     assert await client.states("a", rows) == "created"
     await drain(drained)
     assert await client.states("a", rows) == [("handed", drained.clock.wall + HOUR_MS)]
-    # It may still wait there, so nothing is sent anew.
+    # The message may still be pending at the heir, so nothing is sent anew.
     assert await client.states("a", rows, "again") == [("handed", drained.clock.wall + HOUR_MS)]
     assert heir.broker.pending_messages == 1
 
@@ -128,7 +128,9 @@ async def test_a_drained_group_refuses_sends_and_its_queues_stay_readable(
     route = (await drained.broker.answer(RouteHere(topic="orders"), ANONYMOUS)).route
     assert route is not None and (route.read_queues, route.write_queues) == (2, 0)
     assert drained.broker.policy.permission("orders", 6) == READ
-    assert drained.broker.policy.permission("%RETRY%readers", 6) == 6, "its consumers hand messages back"
+    assert drained.broker.policy.permission("%RETRY%readers", 6) == 6, (
+        "the consumers of a drained group still return messages"
+    )
     await drained.consume()
     assert len(drained.observed.seen) == 1
     await heir.send("orders", [None])
@@ -146,7 +148,7 @@ async def test_a_cancel_finds_a_message_before_during_and_after_its_transfer(
     await drained.broker.draining.hand_over()
     assert "did not answer" in (await drained.broker.drain("g1")).problem
     neighbours.silent.clear()
-    # Ended there and not here: it is on its way.
+    # The message has ended in the drained group and is not adopted yet: it is on its way.
     for world in (heir, drained):
         assert verdict_words(await world.broker.cancel(ids=[before, moving])) == [
             "already_cancelled",
@@ -238,15 +240,15 @@ async def test_a_group_with_an_active_selection_is_not_drained(
     neighbours: Neighbours, heir: InGroup, drained: InGroup
 ) -> None:
     keys = await drained.send("orders", [HOUR_MS])
-    wanted = SelectionFacts(seq=0, at_ms=0, topics=["orders"])
-    name = await drained.broker.selections.select(wanted, ANONYMOUS)
+    facts = SelectionFacts(seq=0, at_ms=0, topics=["orders"])
+    name = await drained.broker.selections.select(facts, ANONYMOUS)
     with pytest.raises(Conflict, match=f"selection {name} is active"):
         await drained.broker.drain("g1")
     await drained.broker.selections.undo(name, ANONYMOUS)
     await drain(drained)
     assert heir.broker.pending_messages == len(keys)
     with pytest.raises(Conflict, match="drained"):
-        await drained.broker.selections.select(wanted, ANONYMOUS)
+        await drained.broker.selections.select(facts, ANONYMOUS)
 
 
 @in_two_groups
@@ -273,26 +275,29 @@ async def test_many_or_large_messages_are_handed_over_in_several_transfers(
     keys = await drained.send("orders", [HOUR_MS + at for at in range(300)])
     large = await drained.send("orders", [HOUR_MS] * 3, body_bytes=3 * 1024 * 1024)
     await drain(drained)
-    sent = [q for _, q in neighbours.asked if isinstance(q, AdoptHere) and q.transfer]
+    sent = [
+        question for _, question in neighbours.asked if isinstance(question, AdoptHere) and question.transfer
+    ]
     assert [question.transfer for question in sent] == list(range(1, len(sent) + 1))
     assert len(sent) >= 4, "a transfer is a request over HTTP"
     assert heir.broker.pending_messages == len(keys + large)
 
 
-# -- cut off ---------------------------------------------------------------------------------------------------
+# -- power cuts -----------------------------------------------------------------------------------------------
 
 
 class Pair:
-    """Both groups over their lives: the disks, one clock, and what was sent."""
+    """Two groups before and after a power cut: their disks, one clock, the messages sent, and how often each came."""
 
     def __init__(self, cut: str = "", crash_at: int | None = None) -> None:
-        self.clock, self.keys, self.found = ManualClock(), list[str](), Counter[str]()
+        self.clock, self.keys, self.delivered = ManualClock(), list[str](), Counter[str]()
         self.cancelled: list[str] = []
         self.files: dict[str, CrashFiles] = {
             name: CutFiles(crash_at=crash_at if name == cut else None) for name in ("g1", "g2")
         }
 
     async def live(self, steps: Callable[..., object]) -> None:
+        """Start both groups on their disks, and run the steps until they end or the power of one group is cut."""
         neighbours, worlds = Neighbours(), {}
         try:
             for name, files in self.files.items():
@@ -303,55 +308,57 @@ class Pair:
                 await world.start()
                 neighbours.brokers[name] = world.broker
             loop = asyncio.get_running_loop()
-            gone = [asyncio.Event() for _ in worlds]
-            for world, event in zip(worlds.values(), gone, strict=True):
+            cut_events = [asyncio.Event() for _ in worlds]
+            for world, event in zip(worlds.values(), cut_events, strict=True):
                 if isinstance(world.files, CutFiles):
                     world.files.on_cut = partial(loop.call_soon_threadsafe, event.set)
-            living = asyncio.ensure_future(steps(worlds["g1"], worlds["g2"]))  # type: ignore[arg-type]
-            ends = [asyncio.ensure_future(event.wait()) for event in gone]
-            await asyncio.wait([living, *ends], return_when=asyncio.FIRST_COMPLETED)
-            if not any(event.is_set() for event in gone):
-                await living
+            life = asyncio.ensure_future(steps(worlds["g1"], worlds["g2"]))  # type: ignore[arg-type]
+            ends = [asyncio.ensure_future(event.wait()) for event in cut_events]
+            await asyncio.wait([life, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not any(event.is_set() for event in cut_events):
+                await life
         except PowerCut:
             pass  # at the start
         finally:
             for world in worlds.values():
                 if isinstance(world.files, CutFiles):
                     world.files.on_cut = None
-            # Of both, since all tasks of the loop end with the first.
+            # Only after the loop above: abandoning the first group ends all tasks of the loop.
             for world in worlds.values():
                 await world.abandon()
         self.files = {name: files.crash(survival="nothing") for name, files in self.files.items()}
 
     async def begin(self, heir: InGroup, drained: InGroup) -> None:
-        """Send, let it be durable, and drain."""
-        self.keys = await each_kind(drained)
+        """Send messages, and drain the group. Records the calls of each disk before and after the drain."""
+        self.keys = await send_each_kind(drained)
         self.begun_at = {world.settings.group: world.files.calls for world in (heir, drained)}
         await drain(drained)
         self.ended_at = {world.settings.group: world.files.calls for world in (heir, drained)}
 
     async def end(self, heir: InGroup, drained: InGroup) -> None:
-        """Repeat the command, cancel a message wherever it is, and let all become due."""
+        """Drain again, cancel one message, and let all messages become due."""
         await drain(drained)
-        assert drained.broker.pending_messages == 0, "all are due in an hour or later"
+        assert drained.broker.pending_messages == 0, (
+            "all messages are due in an hour or later, so all are handed over"
+        )
         chosen = self.keys[:1]
         assert verdict_words(await drained.broker.cancel(ids=chosen)) == ["cancelled"]
         self.cancelled += chosen
         for world in (heir, drained):
             await world.advance(6 * HOUR_MS)
-        self.found = await visible(heir, drained)
+        self.delivered = await visible(heir, drained)
         for world in (heir, drained):
             await world.stop()
 
 
-def life(cut: str = "", crash_at: int | None = None) -> Pair:
+def live(cut: str = "", crash_at: int | None = None) -> Pair:
     """Drain until the power of one group is cut, then start both on their disks."""
 
     async def lived() -> Pair:
         pair = Pair(cut, crash_at)
         await pair.live(pair.begin)
         pair.clock = replace(pair.clock)
-        if pair.keys:  # else the power went before anything was sent
+        if pair.keys:  # otherwise the power was cut before anything was sent
             await pair.live(pair.end)
         return pair
 
@@ -359,9 +366,11 @@ def life(cut: str = "", crash_at: int | None = None) -> Pair:
 
 
 def faults(pair: Pair) -> dict[str, int]:
-    """Messages that are not exactly once in a queue: how often each came too much."""
-    wanted = Counter(set(pair.keys) - set(pair.cancelled))
-    return {key: pair.found[key] - wanted[key] for key in pair.keys if pair.found[key] != wanted[key]}
+    """Find the messages that are not exactly once in a queue, by key: 1 for a doubled message, -1 for a lost one."""
+    expected = Counter(set(pair.keys) - set(pair.cancelled))
+    return {
+        key: pair.delivered[key] - expected[key] for key in pair.keys if pair.delivered[key] != expected[key]
+    }
 
 
 @pytest.fixture
@@ -376,40 +385,42 @@ def small_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_power_cut_at_any_call_of_either_disk_neither_loses_nor_doubles_a_message(
     cut: str, part: int
 ) -> None:
-    whole = life()
+    whole = live()
     assert not faults(whole)
     calls = range(whole.begun_at[cut] + 1, whole.ended_at[cut] + 1)
-    assert len(calls) >= 6, "a transfer is some calls of the disk"
+    assert len(calls) >= 6, "a transfer takes several calls of the disk"
     for crash_at in calls[part::4]:
-        assert not faults(life(cut, crash_at)), f"{cut} at call {crash_at}"
+        assert not faults(live(cut, crash_at)), f"{cut} at call {crash_at}"
 
 
 def faults_of_cuts(cut: str) -> Counter[int]:
-    """What all cuts of a disk bring about, those aside that break the second life."""
-    whole, found = life(), Counter[int]()
+    """Count the faults of the cuts at all calls of a disk. A cut after which the drain fails is left out."""
+    whole, fault_counts = live(), Counter[int]()
     for crash_at in range(whole.begun_at[cut] + 1, whole.ended_at[cut] + 1):
         with contextlib.suppress(AssertionError):
-            found.update(faults(life(cut, crash_at)).values())
-    return found
+            fault_counts.update(faults(live(cut, crash_at)).values())
+    return fault_counts
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_transfers")
 def test_an_heir_that_forgets_what_it_has_taken_over_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drains, "adopted", lambda self, source: None)
-    assert faults_of_cuts("g2")[1], "doubled: it had it, and was not heard"
+    assert faults_of_cuts("g2")[1], "a message is doubled: the heir had adopted it, and its answer was lost"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_transfers")
 def test_a_group_that_forgets_a_transfer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def forgotten(self: Draining) -> None:
+    async def forget_unconfirmed(self: Draining) -> None:
         facts = self._tables.drains.out
         if facts is not None and facts.rows:
             self._tables.drains.put(msgspec.structs.replace(facts, rows=0))
 
-    monkeypatch.setattr(Draining, "_resend_unconfirmed", forgotten)
-    assert faults_of_cuts("g1")[-1], "lost: the heir went before it had it"
+    monkeypatch.setattr(Draining, "_resend_unconfirmed", forget_unconfirmed)
+    assert faults_of_cuts("g1")[-1], (
+        "a message is lost: the power of the heir was cut before it had adopted it"
+    )
 
 
 def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
@@ -449,7 +460,7 @@ def _kinds(world: InGroup, seq: int) -> set[int]:
 
 
 def test_a_message_handed_over_long_ago_is_not_reported_as_pending() -> None:
-    """Its row in a file outlives the row of the log that ended it."""
+    """The file still has the row of the message after retention has removed the row of the log that ended it."""
 
     async def lived() -> None:
         async with groups_of("g1", "g2", retention_ms=1) as (_, worlds):
@@ -481,7 +492,7 @@ def test_a_message_handed_over_long_ago_is_not_reported_as_pending() -> None:
 def test_a_drain_can_continue_to_another_heir_after_the_first_one_failed() -> None:
     async def lived() -> None:
         async with groups_of("g1", "g2", "g3") as (neighbours, worlds):
-            heir, drained, three = (worlds[name] for name in ("g1", "g2", "g3"))
+            heir, drained, third = (worlds[name] for name in ("g1", "g2", "g3"))
             (first, second) = await drained.send("orders", [HOUR_MS, HOUR_MS])
             await drained.broker.drain("g1")
             neighbours.silent.add("g1")
@@ -491,11 +502,11 @@ def test_a_drain_can_continue_to_another_heir_after_the_first_one_failed() -> No
             neighbours.silent.clear()
             await drain(drained)
             await drained.reschedule([first], 2 * HOUR_MS)
-            await three.send("orders", [HOUR_MS])
+            await third.send("orders", [HOUR_MS])
             await drain(drained, "g3")
             await drain(heir, "g3")
-            assert three.broker.pending_messages == 3
-            # Through two hands: the first group still knows that it has given it away.
+            assert third.broker.pending_messages == 3
+            # Handed over twice. The first group still knows that it has handed the message over.
             assert verdict_words(await drained.broker.cancel(ids=[second])) == ["cancelled"]
             with pytest.raises(Conflict, match="drained itself, to g3"):
                 await drained.broker.drain("g1")

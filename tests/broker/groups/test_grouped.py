@@ -28,6 +28,7 @@ def verdict_words(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def shop() -> Principal:
+    """Build a caller with the account of ACCOUNTS."""
     access = Access(parse(ACCOUNTS, "access.toml"))
     return access.authenticate({"authorization": "Bearer shop:shop's secret"}, 0)
 
@@ -43,7 +44,7 @@ async def test_messages_of_another_group_can_be_cancelled_rescheduled_and_found(
     assert verdict_words(await one.broker.cancel(ids=[key, "nothing"])) == ["cancelled", "not_found"]
     assert verdict_words(await two.broker.cancel(ids=[key])) == ["already_cancelled"]
     assert [group for group, _ in neighbours.asked] == ["g2", "g2", "g2", "g1"], (
-        "asked once each, passed on by none"
+        "each group is asked once, and passes no question on"
     )
 
 
@@ -118,7 +119,7 @@ async def test_the_refusal_of_another_group_is_that_of_the_request(
     (key,) = await two.send("orders", [FAR_MS])
     handle = encode_handle("orders", "g2", two.clock.wall + FAR_MS, key)
     assert await one.broker.recall("orders", handle) == key
-    assert await two.broker.recall("orders", handle) == key, "again, at the group itself"
+    assert await two.broker.recall("orders", handle) == key, "a repeated recall, at the group of the handle"
     unknown = encode_handle("orders", "g2", two.clock.wall + FAR_MS, "unknown")
     with pytest.raises(RecallRefused) as refused:
         await one.broker.recall("orders", unknown)
@@ -148,19 +149,19 @@ async def test_a_handle_of_no_group_is_refused_as_by_a_broker_alone(
 async def test_each_group_checks_the_permission_of_the_caller(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
-    (mine,) = await two.send("orders", [FAR_MS])
+    (own_key,) = await two.send("orders", [FAR_MS])
     two.keys = 1_000
-    (others,) = await two.send("secrets", [FAR_MS])
-    verdicts = await one.broker.cancel(ids=[mine, others], caller=shop())
+    (other_key,) = await two.send("secrets", [FAR_MS])
+    verdicts = await one.broker.cancel(ids=[own_key, other_key], caller=shop())
     assert verdict_words(verdicts) == ["cancelled", "not_found"], (
-        "what the account may not cancel is not there"
+        "a message that the account may not cancel is not found"
     )
-    assert verdict_words(await one.broker.cancel(ids=[others])) == ["cancelled"]
-    assert (await two.broker.answer(FindHere(id=others), shop())).places == []
-    refused = await two.broker.answer(RouteHere(topic="secrets"), shop())
-    assert refused.refusal is not None and refused.refusal.code == "forbidden"
-    who = {row.by for row in await one.broker.find(mine)}
-    assert who == {"shop"}
+    assert verdict_words(await one.broker.cancel(ids=[other_key])) == ["cancelled"]
+    assert (await two.broker.answer(FindHere(id=other_key), shop())).places == []
+    answer = await two.broker.answer(RouteHere(topic="secrets"), shop())
+    assert answer.refusal is not None and answer.refusal.code == "forbidden"
+    accounts = {row.by for row in await one.broker.find(own_key)}
+    assert accounts == {"shop"}
 
 
 @in_two_groups

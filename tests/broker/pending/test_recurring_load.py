@@ -62,13 +62,13 @@ async def check(world: World) -> None:
         ("hour", 3 * DAY_MS),
         ("day", 40 * DAY_MS),
     ):
-        found = await counted(world, by, length_ms)
-        assert found.recurring_to_ms == found.to_ms
-        assert (dict(found.recurring), found.recurring_topics) == expected(
-            world, by, found.from_ms, found.to_ms
+        counts = await counted(world, by, length_ms)
+        assert counts.recurring_to_ms == counts.to_ms
+        assert (dict(counts.recurring), counts.recurring_topics) == expected(
+            world, by, counts.from_ms, counts.to_ms
         )
-        # The pending messages are counted apart from them.
-        assert sum(found.topics.values()) == sum(due for _, due in found.buckets)
+        # The pending messages are counted separately.
+        assert sum(counts.topics.values()) == sum(due for _, due in counts.buckets)
 
 
 @on_node()
@@ -110,9 +110,9 @@ async def test_occurrences_of_topics_that_the_caller_may_not_see_are_not_counted
     await put(world, "own", rule={"every": "1h"}, topic="a")
     await put(world, "foreign", rule={"every": "30m"}, topic="b")
     caller = principal(topics={"a": "SUB"})
-    found = await counted(world, "hour", DAY_MS, caller=caller)
-    assert list(found.recurring_topics) == ["a"]
-    assert sum(due for _, due in found.recurring) == found.recurring_topics["a"]
+    counts = await counted(world, "hour", DAY_MS, caller=caller)
+    assert list(counts.recurring_topics) == ["a"]
+    assert sum(due for _, due in counts.recurring) == counts.recurring_topics["a"]
     columns = await world.broker.forecast.recurring(0, world.clock.wall + DAY_MS, 1_000, caller)
     assert list(columns.topics) == ["a"]
 
@@ -125,12 +125,12 @@ async def test_a_count_that_costs_too_much_ends_at_a_whole_bucket(
         await put(world, f"rare-{index}", rule={"every": f"{index + 1}h"}, topic="a")
     await put(world, "often", rule={"every": "1s"}, topic="b")
     monkeypatch.setattr(recurring_load, "COST_MAX", 20_000)
-    found = await counted(world, "minute", DAY_MS)
-    now_ms = found.from_ms
+    counts = await counted(world, "minute", DAY_MS)
+    now_ms = counts.from_ms
     # The rule with many occurrences uses most of the work. All rules are counted up to the same bucket.
-    assert now_ms + 5 * HOUR_MS < found.recurring_to_ms < now_ms + 6 * HOUR_MS
-    assert found.recurring_to_ms % MINUTE_MS == 0
-    assert dict(found.recurring) == expected(world, "minute", now_ms, found.recurring_to_ms)[0]
+    assert now_ms + 5 * HOUR_MS < counts.recurring_to_ms < now_ms + 6 * HOUR_MS
+    assert counts.recurring_to_ms % MINUTE_MS == 0
+    assert dict(counts.recurring) == expected(world, "minute", now_ms, counts.recurring_to_ms)[0]
 
 
 @on_node()
@@ -140,9 +140,9 @@ async def test_more_rules_than_a_count_can_compute_give_no_occurrences(
     for index in range(3):
         await put(world, f"rare-{index}", rule={"every": f"{index + 1}h"}, topic="a")
     monkeypatch.setattr(recurring_load, "COST_MAX", 2 * recurring_load.RULE_COST)
-    found = await counted(world, "hour", DAY_MS)
-    assert (found.recurring, found.recurring_to_ms) == ([], found.from_ms)
-    assert found.topics == {"a": 3}
+    counts = await counted(world, "hour", DAY_MS)
+    assert (counts.recurring, counts.recurring_to_ms) == ([], counts.from_ms)
+    assert counts.topics == {"a": 3}
 
 
 @on_node()
@@ -151,9 +151,9 @@ async def test_a_window_is_widened_to_whole_buckets_and_an_invalid_one_is_refuse
     now_ms = world.clock.wall // HOUR_MS * HOUR_MS
     # Both ends of the window are within a bucket of a second.
     window = now_ms + 1, now_ms + 4 * HOUR_MS - 1
-    found = await world.broker.forecast.recurring(*window, SECOND_MS, ANONYMOUS)
-    assert found.topics == {"a": ([now_ms + 2 * HOUR_MS, now_ms + 3 * HOUR_MS], [1, 1])}
-    assert found.to_ms == now_ms + 4 * HOUR_MS
+    counts = await world.broker.forecast.recurring(*window, SECOND_MS, ANONYMOUS)
+    assert counts.topics == {"a": ([now_ms + 2 * HOUR_MS, now_ms + 3 * HOUR_MS], [1, 1])}
+    assert counts.to_ms == now_ms + 4 * HOUR_MS
     for from_ms, to_ms in ((5, 5), (7, 5), (0, 1 << 60)):
         with pytest.raises(OutOfRange, match="a window from"):
             await world.broker.forecast.recurring(from_ms, to_ms, SECOND_MS, ANONYMOUS)
@@ -162,10 +162,14 @@ async def test_a_window_is_widened_to_whole_buckets_and_an_invalid_one_is_refuse
 @on_node()
 async def test_a_count_without_occurrences_is_not_reused_for_one_with_them(world: World) -> None:
     await put(world, "hourly", rule={"every": "1h"}, topic="a")
-    plain = await world.broker.forecast.counted("hour")
-    assert (plain.recurring, plain.recurring_topics) == ([], {})
-    both = await world.broker.forecast.counted("hour", recurring=True)
-    assert both.topics == plain.topics and both.recurring_topics["a"] > 40
+    without_occurrences = await world.broker.forecast.counted("hour")
+    assert (without_occurrences.recurring, without_occurrences.recurring_topics) == ([], {})
+    with_occurrences = await world.broker.forecast.counted("hour", recurring=True)
+    assert (
+        with_occurrences.topics == without_occurrences.topics and with_occurrences.recurring_topics["a"] > 40
+    )
     assert world.broker.forecast.counts == 2
-    assert await world.broker.forecast.counted("hour") == both  # the other way round it is
+    assert (
+        await world.broker.forecast.counted("hour") == with_occurrences
+    )  # a count with occurrences is reused
     assert world.broker.forecast.counts == 2

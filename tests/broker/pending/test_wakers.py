@@ -59,7 +59,7 @@ def test_messages_that_are_held_after_the_walk_has_read_them_are_not_woken(comma
 
 @on_node()
 async def test_a_wake_up_after_a_clock_that_was_set_back_keeps_its_base_at_a_restart(world: World) -> None:
-    """It is due before the mark, which does not move back, and pending all the same."""
+    """The wake-up is due before the mark, which does not move back, and must still count as pending."""
     await world.send("a", [HOUR_MS])
     await world.advance(5 * SECOND_MS)
     await world.checkpoint()
