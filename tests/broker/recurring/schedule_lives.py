@@ -70,14 +70,14 @@ async def put(world: World, name: str = NAME, caller: Any = ANONYMOUS, **changes
 
 async def released(world: World, topic: str = TOPIC) -> list[dict[str, Any]]:
     """Read all visible rows of a topic, in the order of the log."""
-    found = []
+    rows_of_topic = []
     queues = world.broker.queues(topic) if topic in world.broker.topics() else {}
     for queue, (low, high) in queues.items():
         while low < high:
             rows = (await world.broker.read_queue(topic, queue, low, 1_000)).to_pylist()
-            found += rows
+            rows_of_topic += rows
             low += len(rows)
-    return sorted(found, key=lambda row: row["seq"])
+    return sorted(rows_of_topic, key=lambda row: row["seq"])
 
 
 async def locals_of(world: World, topic: str = TOPIC) -> list[str]:
@@ -108,12 +108,14 @@ class OneSchedule(World):
         return world
 
     async def put(self) -> None:
+        """Put the schedule, and record whether it was answered."""
         if self.known.put_ms is None:
             self.known.put_ms = self.clock.wall
         await put(self)
         self.known.is_put = not self.files.cut
 
     async def cancel_next(self) -> None:
+        """Cancel the pending occurrence, and record the request and the answer."""
         message_id = id_of(progress(self).due_ms)
         self.known.cancel_asked.add(message_id)
         [verdict] = await self.broker.cancel(ids=[message_id])
@@ -121,6 +123,7 @@ class OneSchedule(World):
             self.known.cancelled.add(message_id)
 
     async def move_next(self, delay_ms: int) -> None:
+        """Reschedule the pending occurrence."""
         message_id = id_of(progress(self).due_ms)
         self.known.moved.add(message_id)
         await self.broker.reschedule(ids=[message_id], due_ms=self.clock.wall + delay_ms)
@@ -134,7 +137,7 @@ class OneSchedule(World):
 
 Step = Callable[[OneSchedule], Awaitable[object]]
 
-# All ways in which an occurrence ends, and all places where it may wait.
+# All ways in which an occurrence ends, and all places where it may be pending.
 LIFE: list[Step] = [
     lambda w: w.start(),
     lambda w: w.put(),
@@ -152,7 +155,7 @@ LIFE: list[Step] = [
     lambda w: w.advance(EVERY_MS),
     lambda w: w.pause(),
     lambda w: w.advance(EVERY_MS),
-    lambda w: w.resume(),  # with a missed one
+    lambda w: w.resume(),  # with a missed occurrence
     lambda w: w.settled(),
     lambda w: w.consume(),
     lambda w: w.apply_retention(),
@@ -166,7 +169,7 @@ LIFE: list[Step] = [
 
 @dataclass(frozen=True)
 class Cut:
-    """The state when the power was cut: the disk, and everything that the test knows."""
+    """The state when the power was cut, or at the end: the disk, the answers so far, the clock, and the settings."""
 
     files: CutFiles
     known: Known
@@ -176,6 +179,7 @@ class Cut:
 
     @property
     def at(self) -> str:
+        """The call at which the power was cut, for messages of failed tests."""
         return "call {} ({} {})".format(self.files.calls, *self.files.trace[-1])
 
 
@@ -203,8 +207,8 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[str]:
         await world.start()
         try:
             await world.settled()
-            found = world.broker.tables.schedules.find(NAME)
-            if found is not None and found[1].state == State.PAUSED:
+            schedule = world.broker.tables.schedules.find(NAME)
+            if schedule is not None and schedule.progress.state == State.PAUSED:
                 await world.resume()
             await world.advance(2 * HOUR_MS)
             await world.consume()
@@ -224,8 +228,8 @@ def faults_of(world: OneSchedule) -> list[str]:
     """List the contradictions between the answers and the deliveries. A consumer has read everything."""
     known, now_ms = world.known, world.clock.wall
     places = Counter(row.key for row in world.observed.seen.values() if row.place.topic == TOPIC)
-    found = world.broker.tables.schedules.find(NAME)
-    if found is None:
+    schedule = world.broker.tables.schedules.find(NAME)
+    if schedule is None:
         return ["lost: the schedule"] if known.is_put else [f"orphan: {key}" for key in places]
     assert known.put_ms is not None
     expected = [id_of(due_ms) for due_ms in times_between(known.put_ms, now_ms)]
@@ -234,7 +238,7 @@ def faults_of(world: OneSchedule) -> list[str]:
     # A put without an answer may have been stored later than it was requested, but before the next occurrence.
     faults += [f"lost: {key}" for key in expected if not places[key] and key not in known.cancel_asked]
     faults += [f"resurrected: {key}" for key in known.cancelled if places[key]]
-    last = found[1]
+    last = schedule.progress
     outcomes = world.broker.scheduling.outcomes
     if last.state != State.ACTIVE or last.due_ms <= now_ms:
         faults.append(f"not active: {last}")

@@ -26,11 +26,11 @@ def is_last_day(day: date) -> bool:
     return (day + DAY).month != day.month
 
 
-def is_nearest_weekday(day: date, wanted: int) -> bool:
-    """Check a day against the weekday of its month that is nearest to the wanted day."""
+def is_nearest_weekday(day: date, day_number: int) -> bool:
+    """Check a day against the weekday of its month that is nearest to day `day_number` of the month."""
     days = [day.replace(day=1) + n * DAY for n in range(31)]
     weekdays = [d for d in days if d.month == day.month and d.weekday() < SATURDAY]
-    return day == min(weekdays, key=lambda d: abs(d.day - wanted))
+    return day == min(weekdays, key=lambda d: abs(d.day - day_number))
 
 
 def is_last_weekday(day: date) -> bool:
@@ -76,13 +76,13 @@ DATES: list[tuple[str, Callable[[date], bool]]] = [
 
 def dates(fields: str, first: date, end: date) -> list[date]:
     """Return the matching dates from `first` on, before `end`."""
-    times, found = parse_cron(f"30 12 {fields}"), []
+    times, matching_dates = parse_cron(f"30 12 {fields}"), []
     at = times.at_or_after(local_seconds(local(first.isoformat())))
     while at is not None and (day := local_datetime(at).date()) < end:
         assert local_datetime(at).time().isoformat() == "12:30:00"
-        found.append(day)
+        matching_dates.append(day)
         at = times.at_or_after(at + 1)
-    return found
+    return matching_dates
 
 
 @pytest.mark.parametrize(("fields", "matches"), DATES)
@@ -147,8 +147,8 @@ def test_aliases_and_other_spellings_have_the_times_of_their_fields(alias: str, 
 
 def test_the_rarest_date_of_a_calendar_is_found() -> None:
     # 29 February 2000 was a Tuesday; the next one with a fifth Tuesday follows after 28 years, or 40 around 2100.
-    found = dates("* 2 TUE#5", date(2000, 1, 1), date(2160, 1, 1))
-    assert [day.year for day in found] == [2000, 2028, 2056, 2084, 2124, 2152]
+    leap_days = dates("* 2 TUE#5", date(2000, 1, 1), date(2160, 1, 1))
+    assert [day.year for day in leap_days] == [2000, 2028, 2056, 2084, 2124, 2152]
 
 
 def test_nothing_is_found_after_the_year_9999() -> None:
@@ -218,10 +218,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "advice"), REFUSED)
 def test_forms_that_programs_read_differently_are_refused(text: str, advice: str) -> None:
-    with pytest.raises(InvalidDelay) as refused:
+    with pytest.raises(InvalidDelay) as error_info:
         parse_cron(text)
-    assert advice in str(refused.value)
-    assert str(refused.value).startswith(f"cron={text!r}: ")
+    assert advice in str(error_info.value)
+    assert str(error_info.value).startswith(f"cron={text!r}: ")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_with_seconds_the_first_field_is_for_seconds() -> None:
 def test_any_text_is_parsed_or_refused_with_invalid_delay(text: str) -> None:
     try:
         times = parse_cron(text)
-    except InvalidDelay as refused:
-        assert ": " in str(refused)
+    except InvalidDelay as error:
+        assert ": " in str(error)
     else:
         assert times.at_or_after(0) is not None
         assert parse_cron(times.text).text == times.text

@@ -27,24 +27,24 @@ def rows(scheduler: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("row", [row for scheduler in SCHEDULERS for row in rows(scheduler)], ids=" ".join)
 def test_a_rule_has_the_runs_of_its_row(row: list[str]) -> None:
-    (text,), wanted = CODE.findall(row[2]), row[3]
+    (text,), expected = CODE.findall(row[2]), row[3]
     rule: dict[str, Any] = msgspec.json.decode(text)
     if "every" not in rule:
         rule.setdefault("zone", "UTC")
-    if wanted.startswith("refused: "):
-        with pytest.raises(InvalidDelay) as refused:
+    if expected.startswith("refused: "):
+        with pytest.raises(InvalidDelay) as error_info:
             Rule.parse(rule)
-        advice = CODE.findall(wanted) or [wanted.removeprefix("refused: ")]
-        assert advice[0] in str(refused.value)
+        advice = CODE.findall(expected) or [expected.removeprefix("refused: ")]
+        assert advice[0] in str(error_info.value)
         return
-    runs = RUN.findall(wanted)
-    # The first run of the year, or of the day with its time.
+    runs = RUN.findall(expected)
+    # The row has the first runs of the year 2026, or of the day of its first run.
     begin = f"{runs[0][:10]}T00:00:00Z" if "T" in runs[0] else "2026-01-01T00:00:00Z"
-    for run, found in zip(runs, Rule.parse(rule).after(instant_ms(begin) - 1, len(runs)), strict=True):
+    for run, occurrence in zip(runs, Rule.parse(rule).after(instant_ms(begin) - 1, len(runs)), strict=True):
         if "T" in run:
-            assert found.due_ms == instant_ms(run)
+            assert occurrence.due_ms == instant_ms(run)
         else:
-            assert found.local[:10] == run
+            assert occurrence.local[:10] == run
 
 
 def test_each_scheduler_has_its_table() -> None:

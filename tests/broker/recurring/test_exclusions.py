@@ -18,34 +18,35 @@ CHRISTMAS = ["2026-12-24", "2026-12-25", "2026-12-26"]
 
 
 def local_times(spec: dict[str, object], after: str, number: int) -> list[str]:
+    """List the first local times later than `after`, as month, day, hour and minute."""
     rule = Rule.parse({"zone": "Europe/Berlin", "exclude": CHRISTMAS, **spec})
     return [run.local[5:16] for run in rule.after(instant_ms(after), number)]
 
 
 @pytest.mark.parametrize(
-    ("move", "wanted"),
+    ("move", "expected"),
     [
         ("skip", ["12-23T09:00", "12-28T09:00"]),
         ("before", ["12-23T09:00", "12-28T09:00"]),
         ("after", ["12-23T09:00", "12-27T09:00"]),
     ],
 )
-def test_a_time_that_moves_to_another_time_of_the_rule_runs_once(move: str, wanted: list[str]) -> None:
-    assert local_times({"cron": "0 9 * * MON-FRI", "move": move}, "2026-12-22T12:00:00Z", 2) == wanted
+def test_a_time_that_moves_to_another_time_of_the_rule_runs_once(move: str, expected: list[str]) -> None:
+    assert local_times({"cron": "0 9 * * MON-FRI", "move": move}, "2026-12-22T12:00:00Z", 2) == expected
 
 
 @pytest.mark.parametrize(
-    ("move", "wanted"),
+    ("move", "expected"),
     [
         ("skip", ["2027"]),
         ("before", ["2026-12-23T09:00:00", "2027"]),
         ("after", ["2026-12-27T09:00:00", "2027"]),
     ],
 )
-def test_a_yearly_run_on_an_excluded_date_is_left_out_or_moves(move: str, wanted: list[str]) -> None:
+def test_a_yearly_run_on_an_excluded_date_is_left_out_or_moves(move: str, expected: list[str]) -> None:
     spec = {"cron": "0 9 25 12 *", "zone": "UTC", "exclude": CHRISTMAS, "move": move}
-    runs = Rule.parse(spec).after(instant_ms("2026-12-01T00:00:00Z"), len(wanted))
-    assert all(run.local.startswith(text) for run, text in zip(runs, wanted, strict=True))
+    runs = Rule.parse(spec).after(instant_ms("2026-12-01T00:00:00Z"), len(expected))
+    assert all(run.local.startswith(text) for run, text in zip(runs, expected, strict=True))
 
 
 def test_times_of_rrule_and_at_move() -> None:
@@ -86,11 +87,11 @@ def test_local_times_match_their_definition(
     listed = ListedTimes(tuple(sorted((100 + day) * DAY_S + hour * 3_600 for day, hour in times)))
     days = ExcludedDays([date(1970, 1, 1) + timedelta(days=100 + day) for day in excluded], move)
     # A new object for each search has no results of earlier searches.
-    found, local_s = [], Excluding(listed, days).at_or_after(0)
+    times_found, local_s = [], Excluding(listed, days).at_or_after(0)
     while local_s is not None:
-        found.append(local_s)
+        times_found.append(local_s)
         local_s = Excluding(listed, days).at_or_after(local_s + 1)
-    assert found == sorted(expected)
+    assert times_found == sorted(expected)
     # One object gives the same results in any order of searches.
     rule = Excluding(listed, days)
     searches = sorted(expected, reverse=True) + sorted(expected)

@@ -27,6 +27,7 @@ WITHOUT_RETENTION = LIFE[: len(LIFE) - 8]
 
 @functools.cache
 def disk(strategy: str, *, is_whole: bool) -> Any:
+    """Live through LIFE, or only up to the first snapshot, and return the disk at the end (a `Cut`)."""
     return live(SETTINGS[strategy], steps=LIFE if is_whole else WITHOUT_RETENTION)
 
 
@@ -36,26 +37,26 @@ def test_steps_of_any_size_give_the_same_schedule_and_its_pending_occurrence(
     strategy: str, *, is_whole: bool
 ) -> None:
     files: CrashFiles = disk(strategy, is_whole=is_whole).files
-    found = {
+    states = {
         name: applied(
             files.crash(survival="everything"), steps, from_checkpoint=False, resumes=False, tail_after=None
         )
         for name, steps in STEPS.items()
     }
-    assert found["one"]["meta"] == found["some"]["meta"] == found["many"]["meta"]
-    assert found["one"]["waiting"] == found["some"]["waiting"] == found["many"]["waiting"]
+    assert states["one"]["meta"] == states["some"]["meta"] == states["many"]["meta"]
+    assert states["one"]["waiting"] == states["some"]["waiting"] == states["many"]["waiting"]
     with_checkpoint = applied(
         files.crash(survival="everything"), [], from_checkpoint=True, resumes=False, tail_after=None
     )
-    assert with_checkpoint["meta"] == found["one"]["meta"]
+    assert with_checkpoint["meta"] == states["one"]["meta"]
     meta = MetaLog()
     schedules = Schedules(meta)
-    meta.restore((key, value) for key, value in found["one"]["meta"].items() if key.startswith("schedules/"))
+    meta.restore((key, value) for key, value in states["one"]["meta"].items() if key.startswith("schedules/"))
     progress = schedules.get(NAME)[1]
-    _, seqs, _ = found["one"]["waiting"]
+    _, seqs, _ = states["one"]["waiting"]
     is_in_table = strategy == "hour_log" and not seqs
     assert seqs.count(progress.number) == 1 or is_in_table
-    assert found["one"]["waiting_rows"] == 1
+    assert states["one"]["waiting_rows"] == 1
 
 
 def next_rows(strategy: str, *, with_checkpoint: bool) -> list[tuple[Any, ...]]:
@@ -87,6 +88,6 @@ def next_rows(strategy: str, *, with_checkpoint: bool) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("strategy", SETTINGS)
 def test_brokers_that_start_on_the_same_log_append_the_same_rows(strategy: str) -> None:
     first = next_rows(strategy, with_checkpoint=True)
-    assert len(first) == 18, "each time has a release, a successor and the progress"
+    assert len(first) == 18, "each of six times has three rows: a release, a successor and the progress"
     assert next_rows(strategy, with_checkpoint=True) == first
     assert next_rows(strategy, with_checkpoint=False) == first

@@ -22,6 +22,7 @@ KILLS, SCHEDULES = rounds(4, 30), 5
 
 
 def runs_of(endpoint: str) -> int:
+    """Count the runs of all schedules so far."""
     with Timeball(endpoint) as ball:
         return sum(each.runs for each in ball.schedules.all())
 
@@ -40,14 +41,14 @@ def test_kills_neither_lose_nor_double_an_occurrence(tmp_path: Path) -> None:
                 ball.schedules.put(f"s{number}", {"every": "1s"}, topic="ticks", body="tick", catch_up="all")
         for _ in range(KILLS):
             # The next kill comes shortly after a release, a catch-up after the last kill, or a compaction.
-            wanted = runs_of(endpoint) + int(rng.integers(1, 3 * SCHEDULES))
-            eventually(lambda: runs_of(endpoint) >= wanted, "enough releases")  # noqa: B023  # called at once
+            runs_min = runs_of(endpoint) + int(rng.integers(1, 3 * SCHEDULES))
+            eventually(lambda: runs_of(endpoint) >= runs_min, "enough releases")  # noqa: B023  # called at once
             broker.kill()
             assert broker.start()
         with Timeball(endpoint) as ball:
-            last: dict[str, Schedule] = {each.name: each for each in ball.schedules.all()}
-            for name in last:
-                last[name] = ball.schedules.pause(name)
+            schedules: dict[str, Schedule] = {each.name: each for each in ball.schedules.all()}
+            for name in schedules:
+                schedules[name] = ball.schedules.pause(name)
         broker.kill()
     finally:
         broker.clear()
@@ -58,8 +59,8 @@ def test_kills_neither_lose_nor_double_an_occurrence(tmp_path: Path) -> None:
             for key in rows.column("unique_key").to_pylist():
                 name, _, time = key.partition(".")
                 due_ms[name].append(int(time))
-        assert state["waiting_messages"] == 0, "all are paused"
-    for name, schedule in last.items():
+        assert state["waiting_messages"] == 0, "all schedules are paused, so no occurrence is pending"
+    for name, schedule in schedules.items():
         times = due_ms[name]
         assert times == list(range(times[0], times[0] + 1_000 * len(times), 1_000)), name
         assert len(times) == schedule.runs >= KILLS

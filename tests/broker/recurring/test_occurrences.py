@@ -39,6 +39,7 @@ def computed(case: Case, clock: Clock) -> list[tuple[int, str]]:
 
 
 def differences(clock: Clock) -> list[str]:
+    """List the cases whose runs around this change of the clock differ from the oracle."""
     return [
         f"{clock.zone} {clock.low} {case.spec}: {computed(case, clock)} in place of {expected(case, clock)}"
         for case in cases(clock)
@@ -93,14 +94,14 @@ def test_other_gaps_and_folds_are_noticed() -> None:
     """The control: an oracle with another `gap`, `fold`, kind or time of the rule differs where clocks change."""
     spring, autumn = clocks("Europe/Berlin", 2026, 2027)
     assert not differences(spring) and not differences(autumn)
-    for index, clock, wrong in [
+    for index, clock, options in [
         (FIXED_TIME, spring, {"gap": "skip"}),
         (FIXED_TIME, autumn, {"fold": "both"}),
         (FIXED_TIME_SKIP_BOTH, spring, {"gap": "after"}),
         (FIXED_TIME_SKIP_BOTH, autumn, {"fold": "first"}),
     ]:
         case = cases(clock)[index]
-        assert computed(case, clock) != expected(Case({**case.spec, **wrong}, case.matches), clock)
+        assert computed(case, clock) != expected(Case({**case.spec, **options}, case.matches), clock)
     hourly = cases(autumn)[HOURLY]
     assert computed(hourly, autumn) != expected(replace(hourly, follows_clock=False), autumn)
     a_minute_late = at_time(datetime.fromisoformat("2026-03-29T02:31"))
@@ -155,7 +156,7 @@ def utc(run: Occurrence) -> str:
 
 
 @pytest.mark.parametrize(
-    ("spec", "day", "wanted"),
+    ("spec", "day", "expected_runs"),
     [
         ({"cron": "30 2 * * *"}, SPRING, ["01:00 02:30"]),
         ({"cron": "30 2 * * *", "gap": "skip"}, SPRING, []),
@@ -179,13 +180,13 @@ def utc(run: Occurrence) -> str:
     ],
 )
 def test_gap_and_fold_decide_about_a_fixed_time_on_the_day_of_a_clock_change(
-    spec: dict[str, object], day: str, wanted: list[str]
+    spec: dict[str, object], day: str, expected_runs: list[str]
 ) -> None:
-    assert runs(spec, day) == wanted
+    assert runs(spec, day) == expected_runs
 
 
 @pytest.mark.parametrize(
-    ("zone", "day", "cron", "wanted"),
+    ("zone", "day", "cron", "expected_runs"),
     [
         ("America/New_York", "2026-03-08", "30 2 * * *", ["07:00 02:30"]),
         ("America/New_York", "2026-03-08", "0 */12 * * *", ["05:00 00:00", "16:00 12:00"]),
@@ -200,13 +201,13 @@ def test_gap_and_fold_decide_about_a_fixed_time_on_the_day_of_a_clock_change(
     ],
 )
 def test_a_time_that_clocks_of_other_zones_skip_or_repeat_runs_once(
-    zone: str, day: str, cron: str, wanted: list[str]
+    zone: str, day: str, cron: str, expected_runs: list[str]
 ) -> None:
     """Apia skipped 30 December 2011: the run of that day takes place when the next day begins.
 
     The cron expression "0 */12 * * *" names times that no clock skips.
     """
-    assert runs({"cron": cron}, day, zone) == wanted
+    assert runs({"cron": cron}, day, zone) == expected_runs
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from timeball.model.errors import InvalidMessage, InvalidName
 from timeball.model.message import Kind
 
 GROUP = "makers"
+# The facts of a schedule that skips an occurrence while the group has not finished the previous one.
 SKIP: dict[str, Any] = {"overlap": "skip", "group": GROUP}
 
 
@@ -64,12 +65,12 @@ def test_an_occurrence_is_skipped_until_the_previous_one_is_acknowledged(strateg
         world = World(CutFiles(), ManualClock(), **SETTINGS[strategy])
         await world.start()
         await put(world, **SKIP)
-        assert not await next_is_skipped(world), "there is no previous one"
+        assert not await next_is_skipped(world), "there is no previous occurrence"
         assert await next_is_skipped(world), "the group has not begun"
         received = await receive(world)
-        assert await next_is_skipped(world), "it is in progress"
+        assert await next_is_skipped(world), "the previous occurrence is leased"
         await world.restart()
-        assert await next_is_skipped(world), "also after a restart"
+        assert await next_is_skipped(world), "the lease holds after a restart"
         await acknowledge(world, received)
         assert not await next_is_skipped(world)
         assert len(await released(world)) == 2 and world.broker.pending_messages == 1
@@ -140,14 +141,14 @@ async def test_a_message_that_returns_to_the_group_is_not_finished(world: World)
     await next_is_skipped(world)
     [receipt] = (await receive(world)).receipts
     await world.broker.consuming.nack(receipt, 3 * EVERY_MS)
-    assert await next_is_skipped(world), "it waits for its next delivery"
+    assert await next_is_skipped(world), "the message waits for its redelivery"
     await pass_time(world, 3 * EVERY_MS)
     await world.settled()
     before = progress(world)
     assert before.runs == 1
-    assert await next_is_skipped(world), "it is in the retry topic"
+    assert await next_is_skipped(world), "the message is in the retry topic"
     again = await receive(world)
-    assert await next_is_skipped(world), "it is in progress again"
+    assert await next_is_skipped(world), "the message is leased again"
     await acknowledge(world, again)
     assert not await next_is_skipped(world)
 
@@ -168,11 +169,11 @@ async def test_a_message_that_waits_for_the_limit_of_the_retry_topic_is_not_fini
 async def test_the_check_for_an_overlap_does_not_count_all_redeliveries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs for each occurrence of a hand-out, and a broker may have a hundred thousand groups with redeliveries."""
+    """The check runs for each occurrence, and a broker may have a hundred thousand groups with redeliveries."""
     await put(world, **SKIP)
     assert not await next_is_skipped(world)
     await acknowledge(world, await receive(world))
-    monkeypatch.setattr(Redeliveries, "counts", None)  # a call of it fails
+    monkeypatch.setattr(Redeliveries, "counts", None)  # so a call of it fails
     assert not await next_is_skipped(world)
 
 
@@ -200,9 +201,9 @@ async def test_a_dead_letter_is_finished(world: World) -> None:
 async def test_a_cancelled_or_rescheduled_occurrence_is_no_previous_run(world: World) -> None:
     await put(world, **SKIP)
     await world.broker.cancel(ids=[id_of(progress(world).due_ms)])
-    assert not await next_is_skipped(world), "a cancelled one was never delivered"
+    assert not await next_is_skipped(world), "a cancelled occurrence was never delivered"
     await world.broker.cancel(ids=[id_of(progress(world).due_ms)])
-    assert await next_is_skipped(world), "the last delivered one counts"
+    assert await next_is_skipped(world), "the last delivered occurrence counts"
     await world.broker.reschedule(ids=[id_of(progress(world).due_ms)], due_ms=world.clock.wall + 9 * EVERY_MS)
     await acknowledge(world, await receive(world))
     assert not await next_is_skipped(world)
@@ -223,14 +224,14 @@ async def test_an_expired_message_is_finished(world: World) -> None:
 
 @on_node()
 async def test_a_message_of_a_deleted_topic_is_finished(world: World) -> None:
-    """Also if the topic was created again, which continues its offsets."""
+    """Also if the topic was created again: the new topic continues the offsets of the old one."""
     await put(world, **SKIP)
     assert not await next_is_skipped(world)
     assert await next_is_skipped(world)
     await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
     await world.broker.create_topic(TOPIC, 2)
     assert not await next_is_skipped(world)
-    assert await next_is_skipped(world), "the new one is not finished"
+    assert await next_is_skipped(world), "the message in the new topic is not finished"
 
 
 @on_node()
@@ -244,7 +245,7 @@ async def test_a_missed_occurrence_is_missed_and_not_skipped(world: World) -> No
     await world.settled()
     [place] = await world.broker.find(id_of(before.due_ms))
     assert (place.state, place.reason) == ("cancelled", "missed")
-    assert await next_is_skipped(world), "the last delivered one is still open"
+    assert await next_is_skipped(world), "the last delivered occurrence is not finished"
 
 
 @on_node()
@@ -258,7 +259,7 @@ async def test_a_replaced_or_paused_schedule_keeps_its_last_run(world: World) ->
     await put(world, **SKIP, topic="others")
     assert not await next_is_skipped(world), "the last run is a message of the former topic"
     await put(world)
-    assert not await next_is_skipped(world), "it allows overlaps from now on"
+    assert not await next_is_skipped(world), "the schedule allows overlaps from now on"
 
 
 @pytest.mark.parametrize("other_messages", [1, 51])
@@ -266,7 +267,7 @@ async def test_a_replaced_or_paused_schedule_keeps_its_last_run(world: World) ->
 async def test_a_run_that_a_selection_moved_to_another_topic_does_not_overlap(
     world: World, other_messages: int
 ) -> None:
-    """The other topic may have no message at its position, or one that the group has finished."""
+    """The other topic may have no message at the position of the run, or a message that the group has finished."""
     topics, delays_ms = ["others"] * other_messages, [0] * other_messages
     await world.broker.send(batch(other_messages, topic=topics, delay_ms=delays_ms))
     await put(world, **SKIP)
@@ -278,7 +279,7 @@ async def test_a_run_that_a_selection_moved_to_another_topic_does_not_overlap(
     assert not await next_is_skipped(world)
     assert progress(world).last_queue == -1
     assert not await next_is_skipped(world), "the group has not received the run in the other topic"
-    assert await next_is_skipped(world), "the one before was released into the schedule's own topic"
+    assert await next_is_skipped(world), "the previous run was released into the topic of the schedule"
 
 
 @pytest.mark.parametrize(

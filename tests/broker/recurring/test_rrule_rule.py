@@ -23,16 +23,16 @@ BERLIN = "Europe/Berlin"
 
 def local_times(text: str, number: int, first: str = "1970-01-01") -> list[str]:
     """Return the first local times of a rule from `first` on, with their hours."""
-    times, found = parse_rrule(text, BERLIN), []
+    times, texts = parse_rrule(text, BERLIN), []
     at = times.at_or_after(local_seconds(naive(first)))
-    while at is not None and len(found) < number:
-        found.append(local_datetime(at).strftime("%Y%m%dT%H"))
+    while at is not None and len(texts) < number:
+        texts.append(local_datetime(at).strftime("%Y%m%dT%H"))
         at = times.at_or_after(at + 1)
-    return found
+    return texts
 
 
 @pytest.mark.parametrize(
-    ("rule", "first", "wanted"),
+    ("rule", "first", "expected"),
     [
         # Examples of RFC 5545, section 3.8.5.3, that begin on 1997-09-02, a Tuesday, at 09:00.
         ("FREQ=DAILY;COUNT=3", "19970902T090000", "19970902T09 19970903T09 19970904T09"),
@@ -85,10 +85,10 @@ def local_times(text: str, number: int, first: str = "1970-01-01") -> list[str]:
         ("FREQ=YEARLY", "20240229T090000", "20240229T09 20280229T09 20320229T09"),
     ],
 )
-def test_a_rule_has_the_times_that_the_standard_gives(rule: str, first: str, wanted: str) -> None:
+def test_a_rule_has_the_times_that_the_standard_gives(rule: str, first: str, expected: str) -> None:
     # A rule that ends is asked for one time more.
-    number = len(wanted.split()) + ("COUNT" in rule or "UNTIL" in rule)
-    assert local_times(f"DTSTART:{first}\nRRULE:{rule}", number) == wanted.split()
+    number = len(expected.split()) + ("COUNT" in rule or "UNTIL" in rule)
+    assert local_times(f"DTSTART:{first}\nRRULE:{rule}", number) == expected.split()
 
 
 # Rules without an end, which dateutil can list from DTSTART on.
@@ -121,10 +121,10 @@ def test_a_search_from_any_time_finds_the_times_that_dateutil_lists_from_dtstart
     from_dtstart = takewhile(lambda time: time < until, iter(rrulestr(f"DTSTART:{first}\nRRULE:{text}")))
     expected = [local_s for local_s in map(local_seconds, from_dtstart) if local_s >= from_s][:40]
     times = parse_rrule(f"DTSTART:{first}\nRRULE:{text}", BERLIN)
-    found = [times.at_or_after(from_s)]
-    while len(found) < len(expected):
-        found.append(times.at_or_after(found[-1] + 1))
-    assert found == expected
+    times_found = [times.at_or_after(from_s)]
+    while len(times_found) < len(expected):
+        times_found.append(times.at_or_after(times_found[-1] + 1))
+    assert times_found == expected
 
 
 def test_excluded_times_are_left_out_but_counted() -> None:
@@ -276,10 +276,10 @@ REFUSED = [
 def test_forms_that_programs_read_differently_are_refused(text: str, advice: str) -> None:
     if text.startswith("RRULE") and text != "RRULE:FREQ=DAILY":
         text = f"DTSTART:20300101T090000\n{text}"
-    with pytest.raises(InvalidDelay) as refused:
+    with pytest.raises(InvalidDelay) as error_info:
         parse_rrule(text, BERLIN)
-    assert advice in str(refused.value)
-    assert str(refused.value).startswith("rrule=")
+    assert advice in str(error_info.value)
+    assert str(error_info.value).startswith("rrule=")
 
 
 def test_a_count_that_takes_too_long_to_find_is_refused() -> None:

@@ -34,7 +34,7 @@ def ms(text: str) -> int:
 # ---- properties of all rules ------------------------------------------------------------------------------------
 
 NUMBERS = st.sets(st.integers(0, 23), min_size=1, max_size=4).map(
-    lambda found: ",".join(map(str, sorted(found)))
+    lambda numbers: ",".join(map(str, sorted(numbers)))
 )
 CRON = st.builds(
     "{} {} {}".format,
@@ -44,7 +44,8 @@ CRON = st.builds(
         ["* * *", "L * *", "1,15 */3 *", "* * MON-FRI", "* * SUN#2", "29 2 *", "15W * *", "13 * FRI"]
     ),
 )
-STAMPS = st.integers(ms("2008-01-01T00:00:00Z") // 60_000, ms("2030-01-01T00:00:00Z") // 60_000)
+# Minutes since 1970.
+MINUTES = st.integers(ms("2008-01-01T00:00:00Z") // 60_000, ms("2030-01-01T00:00:00Z") // 60_000)
 LOCAL = st.datetimes(naive("2008-01-01"), naive("2030-01-01"))
 RRULES = st.builds(
     "DTSTART:{:%Y%m%dT%H%M%S}\nRRULE:FREQ={}".format,
@@ -76,6 +77,7 @@ GAP_AND_FOLD = st.fixed_dictionaries(
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rule:
+    """Draw a rule of any kind, with options that may be combined."""
     spec = {**draw(KINDS), **draw(OPTIONS)}
     if "every" not in spec:
         spec |= draw(GAP_AND_FOLD)
@@ -93,20 +95,20 @@ def test_the_canonical_form_is_the_same_rule(rule: Rule) -> None:
     assert Rule.parse(rule.spec()).text == rule.text
 
 
-@given(rule=rules(), minute=STAMPS)
+@given(rule=rules(), minute=MINUTES)
 def test_occurrences_are_later_and_increasing(rule: Rule, minute: int) -> None:
     runs = rule.after(minute * 60_000, 30)
     dues = [minute * 60_000, *(run.due_ms for run in runs)]
     assert all(earlier < later for earlier, later in pairwise(dues))
 
 
-@given(rule=rules(), minute=STAMPS)
+@given(rule=rules(), minute=MINUTES)
 def test_occurrences_are_the_same_one_by_one_all_at_once_and_up_to_an_end(rule: Rule, minute: int) -> None:
     at = minute * 60_000
     runs = rule.after(at, 12)
     one_by_one = []
-    while len(one_by_one) < 12 and (found := rule.after(one_by_one[-1].due_ms if one_by_one else at)):
-        one_by_one += found
+    while len(one_by_one) < 12 and (next_runs := rule.after(one_by_one[-1].due_ms if one_by_one else at)):
+        one_by_one += next_runs
     assert one_by_one == runs
     assume(runs)
     assert rule.between(at, runs[-1].due_ms, 100) == runs
@@ -200,6 +202,7 @@ def test_a_text_that_is_no_rule_is_refused() -> None:
 
 
 def local_times(spec: dict[str, object], after: str = "2026-01-01T00:00:00Z", number: int = 9) -> list[str]:
+    """List the first local times of a rule later than `after`, to the minute."""
     return [run.local[:16] for run in Rule.parse(spec).after(ms(after), number)]
 
 

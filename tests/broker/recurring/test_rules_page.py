@@ -22,6 +22,7 @@ def rows(heading: str, columns: int) -> list[list[str]]:
 
 
 def spec(text: str, options: list[str]) -> dict[str, object]:
+    """Build the rule of a row: an interval or a cron expression, and its options for gap and fold."""
     kind = {"every": text} if re.fullmatch(r"\d+\w", text) else {"cron": text, "zone": "Europe/Berlin"}
     keys = {"skip": "gap", "both": "fold"}
     return kind | {keys[option]: option for option in options}
@@ -30,11 +31,13 @@ def spec(text: str, options: list[str]) -> dict[str, object]:
 @pytest.mark.parametrize("row", rows("Clock changes", 4))
 def test_runs_on_the_days_of_the_clock_changes(row: list[str]) -> None:
     rule = Rule.parse(spec(CODE.findall(row[0])[0], CODE.findall(row[1])))
-    for day, wanted in [("2026-03-29", row[2]), ("2026-10-25", row[3])]:
+    for day, expected in [("2026-03-29", row[2]), ("2026-10-25", row[3])]:
         midnight = instant_ms(f"{day}T00:00:00Z")
-        found = rule.between(midnight - 1, midnight + 5 * limits.HOUR_MS // 2, 99)
-        minutes = [(run.due_ms - midnight) // limits.MINUTE_MS for run in found]
-        assert " ".join(f"{m // 60:02}:{m % 60:02}" for m in minutes) == wanted.replace("none", "")
+        runs = rule.between(midnight - 1, midnight + 5 * limits.HOUR_MS // 2, 99)
+        minutes = [(run.due_ms - midnight) // limits.MINUTE_MS for run in runs]
+        assert " ".join(f"{minute // 60:02}:{minute % 60:02}" for minute in minutes) == expected.replace(
+            "none", ""
+        )
 
 
 def test_the_page_has_its_table() -> None:

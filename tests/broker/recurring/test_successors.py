@@ -38,7 +38,7 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.message import Kind, decode_properties
 
 MINUTE_MS = 60 * SECOND_MS
-NOON_MS = 1_700_049_600_000  # a full hour
+NOON_MS = 1_700_049_600_000  # 2023-11-15 at 12:00 UTC
 TEXT = Rule.parse({"every": "10m"}).text
 
 
@@ -48,8 +48,8 @@ TEXT = Rule.parse({"every": "10m"}).text
 @given(st.integers(0, 50 * EVERY_MS), st.integers(0, 50 * EVERY_MS))
 def test_the_last_time_until_another_is_found_from_any_distance(after_ms: int, width_ms: int) -> None:
     times = times_between(after_ms, after_ms + width_ms)
-    found = last_until(TEXT, after_ms, after_ms + width_ms)
-    assert (None if found is None else found.due_ms) == (times[-1] if times else None)
+    last = last_until(TEXT, after_ms, after_ms + width_ms)
+    assert (None if last is None else last.due_ms) == (times[-1] if times else None)
 
 
 def test_the_last_time_is_found_after_a_month_without_times() -> None:
@@ -58,15 +58,15 @@ def test_the_last_time_is_found_after_a_month_without_times() -> None:
     january = first_after(rule, NOON_MS)
     assert january is not None
     march_ms = january.due_ms + 62 * limits.DAY_MS
-    found = last_until(rule, NOON_MS, march_ms - limits.DAY_MS)
-    assert found is not None and found.local.endswith("01T09:59:00")
+    last = last_until(rule, NOON_MS, march_ms - limits.DAY_MS)
+    assert last is not None and last.local.endswith("01T09:59:00")
 
 
 def chosen_minute(now_ms: int, catch_up: str, within_ms: int = limits.DAY_MS) -> int | None:
     """Choose the next time after noon, at `now_ms` after noon. Return the time in minutes after noon."""
     facts = facts_of(catch_up=catch_up, catch_up_within_ms=within_ms)
-    found = choose(facts, NOON_MS, NOON_MS + now_ms)
-    return None if found is None else (found.due_ms - NOON_MS) // MINUTE_MS
+    occurrence = choose(facts, NOON_MS, NOON_MS + now_ms)
+    return None if occurrence is None else (occurrence.due_ms - NOON_MS) // MINUTE_MS
 
 
 @pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
@@ -110,25 +110,30 @@ def test_a_rule_that_ends_has_no_next_time() -> None:
 
 
 async def in_tail(world: World) -> None:
+    """Leave the pending occurrence in the tail of the log."""
     await put(world)
 
 
 async def in_wheel(world: World) -> None:
+    """Let the pending occurrence be loaded into memory: it is due in a second."""
     await put(world)
     await world.advance(progress(world).due_ms - world.clock.wall - SECOND_MS)
 
 
 async def in_table(world: World) -> None:
+    """Move the pending occurrence to the table."""
     await put(world)
     await compact(world)
 
 
 async def after_restart(world: World) -> None:
+    """Restart the broker while the occurrence is pending."""
     await put(world)
     await world.restart()
 
 
 async def after_restart_without_checkpoint(world: World) -> None:
+    """Restart the broker without a checkpoint, so that it reads the whole log."""
     await in_table(world)
     await world.stop()
     world.files.remove("checkpoint")
@@ -136,6 +141,7 @@ async def after_restart_without_checkpoint(world: World) -> None:
 
 
 async def without_its_first_rows(world: World) -> None:
+    """Let retention remove the first rows of the schedule, and restart the broker."""
     await put(world)
     await world.advance(EVERY_MS)
     for _ in range(3):
@@ -224,7 +230,9 @@ def test_a_reschedule_moves_only_this_occurrence(strategy: str, place: Callable[
         assert [(row["unique_key"], row["due_ms"]) for row in rows] == [
             (id_of(before.due_ms + EVERY_MS), before.due_ms + EVERY_MS), (id_of(before.due_ms), moved_ms),
         ]  # fmt: skip
-        assert progress(world).runs == before.runs + 1, "a moved occurrence is a message like others"
+        assert progress(world).runs == before.runs + 1, (
+            "a rescheduled occurrence no longer counts as a run of its schedule"
+        )
         assert world.broker.pending_messages == 1
 
     run_in_place(strategy, place, check)
@@ -239,7 +247,7 @@ async def test_an_occurrence_that_a_dispatcher_brings_has_a_successor(world: Wor
     world.broker.delivery.lease_to_dispatcher(limits.HOUR_MS)
     await pass_by(19 * SECOND_MS, 1)(world)
     await bring(1)(world)
-    await bring(1)(world)  # brought again, it is not pending
+    await bring(1)(world)  # when it is brought again, it is not pending any more
     await world.settled()
     assert [row["source_seq"] for row in await released(world)] == [before.number]
     after = progress(world)
@@ -261,7 +269,10 @@ async def test_an_occurrence_is_found_delivered_and_cancelled_as_an_ordinary_mes
         "region": "eu", "schedule": NAME, "occurrence": (await locals_of(world))[0],
         "scheduled_ms": str(after.due_ms),
     }  # fmt: skip
-    assert [v.verdict for v in await world.broker.cancel(keys=["shop-3"])] == ["cancelled", "released"]
+    assert [verdict.verdict for verdict in await world.broker.cancel(keys=["shop-3"])] == [
+        "cancelled",
+        "released",
+    ]
 
 
 @on_node()
@@ -395,9 +406,9 @@ async def test_a_hand_out_that_is_too_large_for_one_frame_is_split(world: World)
         appended: list[int] = []
         append = LogWriter.append
 
-        def count(self: LogWriter, rows: Any, **named: Any) -> Any:
+        def count(self: LogWriter, rows: Any, **options: Any) -> Any:
             appended.append(rows.num_rows)
-            return append(self, rows, **named)
+            return append(self, rows, **options)
 
         patch.setattr(LogWriter, "append", count)
         await world.advance(EVERY_MS)
@@ -428,7 +439,7 @@ def test_a_broker_that_was_down_releases_the_missed_times_that_catch_up_demands(
         rows = await released(world)
         names = [decode_properties(row["properties"] or "").get("scheduled_ms") for row in rows]
         assert [name for name in names if name] == [str(NOON_MS + minute * MINUTE_MS) for minute in minutes]
-        assert len(names) == len(minutes) + 1, "and the message of `send`"
+        assert len(names) == len(minutes) + 1, "also the message that `send` has sent"
         after = progress(world)
         assert (after.due_ms, after.runs) == (NOON_MS + 40 * MINUTE_MS, len(minutes))
         assert world.broker.pending_messages == 1
