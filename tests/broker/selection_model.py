@@ -23,7 +23,7 @@ from timeball.model.answers import PageRequest
 from timeball.model.message import encode_properties
 
 SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
-# In files and log, far and near, and due at the same time as others.
+# The delays of messages: short and long ones, and one that occurs twice.
 DELAYS_MS = [2 * SECOND_MS, 8 * SECOND_MS, MINUTE_MS, MINUTE_MS, HOUR_MS, 3 * HOUR_MS]
 REGIONS = [None, "eu", "us"]
 
@@ -41,7 +41,9 @@ class Message:
     campaign: str | None = None
     is_member: bool = False  # of the campaign, until it is rescheduled
     state: str = "waiting"  # waiting, visible, cancelled
-    selections: list[str] = field(default_factory=list)  # to which it belongs, in their order
+    selections: list[str] = field(
+        default_factory=list
+    )  # the ids of its selections, in the order of their acceptance
     delivered_to: str | None = None
 
 
@@ -130,7 +132,7 @@ class Model:
                 view = replace(view, owner=name)
             elif facts.action == "shift":
                 due_ms = view.due_ms + facts.shift_ms
-                # Never before the operation, but a held message may have been due before.
+                # Not before the time of the operation, unless the message was due before it (a held message).
                 if facts.shift_ms < 0:
                     due_ms = max(due_ms, min(view.due_ms, facts.at_ms))
                 view = replace(view, due_ms=due_ms)
@@ -143,7 +145,7 @@ class Model:
         return view
 
     def seen(self, message: Message) -> Message:
-        """The message as a condition sees it."""
+        """Build the message as a condition sees it: with its present due time and topic."""
         view = self.view(message)
         return replace(message, due_ms=view.due_ms, topic=view.topic)
 
@@ -159,7 +161,7 @@ class Model:
 
     async def send(self, topic: str, shapes: list[tuple[int, int]]) -> None:
         """Send messages, each with an index of DELAYS_MS and one of REGIONS."""
-        sent = self._made(topic, shapes)
+        sent = self._build_messages(topic, shapes)
         batch = pa.RecordBatch.from_pylist(
             [
                 {
@@ -184,28 +186,33 @@ class Model:
             self.messages[key] = Message(key, topic, due_ms, None, None, -1 - number, name, True)
 
     async def select(self, condition: int, action: int = 0) -> None:
-        wanted, meets = conditions(self.base_ms)[condition]
-        facts = SelectionFacts(seq=0, at_ms=0, **ACTIONS[action], **wanted)
+        """Accept the selection of a condition (an index of `conditions`) and an action (an index of ACTIONS).
+
+        First compares a dry run with the model.
+        """
+        arguments, meets = conditions(self.base_ms)[condition]
+        facts = SelectionFacts(seq=0, at_ms=0, **ACTIONS[action], **arguments)
         covered = [m for m in self.listed() if meets(self.seen(m)) and self._has_effect(facts, self.view(m))]
         before = self._hours(self.listed())
-        counted = await self.world.broker.selections.dry_run(facts, ANONYMOUS)
-        assert counted.count == len(covered)
+        survey = await self.world.broker.selections.dry_run(facts, ANONYMOUS)
+        assert survey.count == len(covered)
         due_ms = sorted(self.view(m).due_ms for m in covered)
         if covered:
-            assert (counted.first_due_ms, counted.last_due_ms) == (due_ms[0], due_ms[-1])
-            assert [due for due, *_ in counted.samples] == due_ms[: len(counted.samples)]
-            assert {key for *_, key, _ in counted.samples} <= {m.key for m in covered}
-        seen = self._hours(covered)
+            assert (survey.first_due_ms, survey.last_due_ms) == (due_ms[0], due_ms[-1])
+            assert [due for due, *_ in survey.samples] == due_ms[: len(survey.samples)]
+            assert {key for *_, key, _ in survey.samples} <= {m.key for m in covered}
+        hours = self._hours(covered)
         name = await self.world.broker.selections.select(facts, ANONYMOUS)
         self.selections[name] = self.world.broker.selections.get(name, ANONYMOUS)
         for message in covered:
             message.selections.append(name)
-        seen |= self._hours(covered)
+        hours |= self._hours(covered)
         after = self._hours(self.listed())
-        assert counted.hours == [(hour, before[hour], after[hour]) for hour in sorted(seen)]
+        assert survey.hours == [(hour, before[hour], after[hour]) for hour in sorted(hours)]
         await self.advance(0)
 
     async def undo(self, index: int) -> None:
+        """Undo a selection. `index`, here and below: chooses one of the present ones."""
         if self.selections:
             name = [*self.selections][index % len(self.selections)]
             await self.world.broker.selections.undo(name, ANONYMOUS)
@@ -215,6 +222,7 @@ class Model:
             await self.advance(0)
 
     async def cancel(self, index: int) -> None:
+        """Cancel a message by its id."""
         if (message := self._pick(index)) is None:
             return
         (verdict,) = await self.world.broker.cancel(ids=[message.key])
@@ -227,6 +235,7 @@ class Model:
             assert verdict.verdict == {"visible": "released", "cancelled": "already_cancelled"}[message.state]
 
     async def reschedule(self, index: int, delay: int) -> None:
+        """Reschedule a message to a delay (an index of DELAYS_MS) from now."""
         if (message := self._pick(index)) is None:
             return
         due_ms = self.now_ms + DELAYS_MS[delay]
@@ -241,11 +250,13 @@ class Model:
             assert verdict.verdict == ("released" if message.state == "visible" else "already_cancelled")
 
     async def pause(self, index: int) -> None:
+        """Pause a campaign, unless it is cancelled."""
         if self.campaigns and (name := self.campaigns[index % len(self.campaigns)]) not in self.ended:
             await self.world.broker.change_campaign(name, "pause")
             self.paused_ms.setdefault(name, self.now_ms)
 
     async def resume(self, index: int, shift: bool) -> None:
+        """Resume a campaign, if it is paused."""
         if not self.campaigns or (name := self.campaigns[index % len(self.campaigns)]) not in self.paused_ms:
             return
         await self.world.broker.change_campaign(name, "resume", shift=shift)
@@ -262,6 +273,7 @@ class Model:
         await self.advance(0)
 
     async def end_campaign(self, index: int) -> None:
+        """Cancel a campaign."""
         if self.campaigns:
             name = self.campaigns[index % len(self.campaigns)]
             await self.world.broker.change_campaign(name, "cancel")
@@ -272,6 +284,7 @@ class Model:
                     message.state = "cancelled"
 
     async def advance(self, delay_ms: int) -> None:
+        """Advance the clock, write wake-ups, and end the messages that are due."""
         await self.world.advance(delay_ms)
         await self.world.broker.wakers.wake()
         await self.world.settled()
@@ -295,7 +308,7 @@ class Model:
         await self.world.apply_retention()
         assert self.world.broker.pending_messages == len(self.listed())
 
-    # -- what the broker must tell -------------------------------------------------------------------------------
+    # -- comparisons of the broker with the model ----------------------------------------------------------------
 
     async def check(self) -> None:
         """Compare pages, look-ups and counts with the model."""
@@ -333,7 +346,7 @@ class Model:
         assert counted.topics == Counter(self.view(m).topic for m in free)
 
     async def check_deliveries(self) -> None:
-        """Let all become due, and compare the queues with the model."""
+        """Let all messages become due, and compare the queues with the model."""
         for name in list(self.paused_ms):
             await self.resume(self.campaigns.index(name), False)
         await self.advance(3 * 24 * HOUR_MS)
@@ -346,20 +359,20 @@ class Model:
             await self.advance(SECOND_MS)
         assert not self.listed()
 
-    async def _page(self, **wanted: Any) -> list[tuple[int, str]]:
-        found, after = list[tuple[int, str]](), None
+    async def _page(self, **options: Any) -> list[tuple[int, str]]:
+        messages, after = list[tuple[int, str]](), None
         while True:
-            page = await self.world.broker.listing.page(PageRequest(5, after=after, **wanted))
-            for one in page.messages:
-                message = self.messages[one.unique_key]
-                # As in the forecast, which leaves these out.
-                assert one.is_held == (self._is_held(message) or self.view(message).is_held), message
-            found += [(one.due_ms, one.unique_key) for one in page.messages]
+            page = await self.world.broker.listing.page(PageRequest(5, after=after, **options))
+            for listed in page.messages:
+                message = self.messages[listed.unique_key]
+                # As in the forecast, which leaves out held messages.
+                assert listed.is_held == (self._is_held(message) or self.view(message).is_held), message
+            messages += [(listed.due_ms, listed.unique_key) for listed in page.messages]
             if page.next_page is None:
-                return sorted(found)
+                return sorted(messages)
             after = page.next_page
 
-    def _made(self, topic: str, shapes: list[tuple[int, int]]) -> list[Message]:
+    def _build_messages(self, topic: str, shapes: list[tuple[int, int]]) -> list[Message]:
         keys = self.world.fresh_keys(len(shapes))
         return [
             Message(
@@ -373,12 +386,13 @@ class Model:
         return message.is_member and message.campaign in self.paused_ms
 
     def _hours(self, messages: list[Message]) -> Counter[int]:
-        """The load by hour, without held messages and those that are cancelled."""
+        """Count the messages by hour, without held and cancelled messages."""
         views = map(self.view, messages)
         return Counter(v.due_ms - v.due_ms % HOUR_MS for v in views if not (v.is_held or v.owner))
 
     @staticmethod
     def _has_effect(facts: SelectionFacts, view: View) -> bool:
+        """Check whether an operation changes a message: a pause of a held message, for example, changes nothing."""
         if facts.action in ("pause", "resume"):
             return view.is_held == (facts.action == "resume")
         return facts.action != "move" or view.topic != facts.to_topic

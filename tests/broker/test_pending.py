@@ -23,22 +23,22 @@ from timeball.table import layout
 STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are beside each of them
 
 
-async def list_all_pages(world: World, rows: int = 7, **wanted: Any) -> list[PendingMessage]:
+async def list_all_pages(world: World, rows: int = 7, **options: Any) -> list[PendingMessage]:
     """Return all pages, each from the end of the page before."""
-    found, after = [], None
+    messages, after = [], None
     while True:
-        page: PendingPage = await world.broker.listing.page(PageRequest(rows, after=after, **wanted))
+        page: PendingPage = await world.broker.listing.page(PageRequest(rows, after=after, **options))
         assert len(page.messages) <= rows
-        found += page.messages
+        messages += page.messages
         if page.next_page is None:
-            return found
+            return messages
         assert after is None or page.next_page > after
         after = page.next_page
 
 
 def expected(world: World, topic: str | None = None) -> list[tuple[int, str]]:
-    """The pending messages, as their senders know them."""
-    over = {
+    """List (due_ms, key) of the pending messages, as their senders know them."""
+    cancelled = {
         key
         for key, verdicts in world.observed.verdicts.items()
         if {"cancelled", "already_cancelled"} & set(verdicts)
@@ -46,19 +46,21 @@ def expected(world: World, topic: str | None = None) -> list[tuple[int, str]]:
     return sorted(
         (sent.due_ms, key)
         for key, sent in world.observed.sent.items()
-        if sent.due_ms is not None and sent.due_ms > world.clock.wall and key not in over
+        if sent.due_ms is not None and sent.due_ms > world.clock.wall and key not in cancelled
         and topic in (None, sent.topic)
     )  # fmt: skip
 
 
 def due_times_and_keys(messages: list[PendingMessage]) -> list[tuple[int, str]]:
-    keys = [(one.due_ms, one.unique_key or "") for one in messages]
-    assert [one.due_ms for one in messages] == sorted(one.due_ms for one in messages)
+    """List (due_ms, key) of messages, and check that they are sorted by due time."""
+    keys = [(message.due_ms, message.unique_key or "") for message in messages]
+    due_ms = [message.due_ms for message in messages]
+    assert due_ms == sorted(due_ms)
     return sorted(keys)
 
 
 async def send_many(world: World) -> list[str]:
-    """Messages near and far, of levels, cancelled, moved, moved again, and delivered."""
+    """Send messages that are due soon and late, and with delay levels. Cancel and reschedule some. Returns all keys."""
     rng = np.random.default_rng(7)
     delays = [int(ms) for ms in rng.integers(2 * SECOND_MS, 50 * HOUR_MS, 60)]
     keys = await world.send("a", delays)
@@ -137,12 +139,12 @@ async def test_a_listed_message_has_all_fields(world: World) -> None:
     first = (await world.broker.send(batch(delay_ms=[HOUR_MS], **columns))).first_seq
     due_ms = world.clock.wall + HOUR_MS
     whole = PendingMessage(first, "orders", due_ms, "one", "order-1 vip", "paid", 300, None)
-    for wanted in (PageRequest(1), PageRequest(1, key="vip")):
-        assert await world.broker.listing.page(wanted) == PendingPage([whole], None)
+    for request in (PageRequest(1), PageRequest(1, key="vip")):
+        assert await world.broker.listing.page(request) == PendingPage([whole], None)
     await world.broker.reschedule(ids=["one"], due_ms=due_ms + 5)
     await world.compact()
-    for wanted in (PageRequest(1), PageRequest(1, key="vip")):
-        assert await world.broker.listing.page(wanted) == PendingPage(
+    for request in (PageRequest(1), PageRequest(1, key="vip")):
+        assert await world.broker.listing.page(request) == PendingPage(
             [whole._replace(due_ms=due_ms + 5)], None
         )
     assert await world.broker.listing.page(PageRequest(1, key="one")) == PendingPage([], None)
@@ -152,10 +154,10 @@ async def test_a_listed_message_has_all_fields(world: World) -> None:
 async def test_a_window_includes_its_begin_and_excludes_its_end(world: World) -> None:
     keys = await world.send("a", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
     now_ms = world.clock.wall
-    found = await list_all_pages(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS)
-    assert [one.unique_key for one in found] == keys[:2]
+    messages = await list_all_pages(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS)
+    assert [message.unique_key for message in messages] == keys[:2]
     await world.compact()
-    assert await list_all_pages(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS) == found
+    assert await list_all_pages(world, from_ms=now_ms + HOUR_MS, to_ms=now_ms + 3 * HOUR_MS) == messages
 
 
 @on_node()
@@ -171,10 +173,10 @@ async def test_messages_with_a_key_are_listed_in_pages(world: World) -> None:
 async def test_a_listed_message_names_its_campaign_and_whether_it_is_held(world: World) -> None:
     await world.campaign("sale", "a", [HOUR_MS, 2 * HOUR_MS])
     await world.send("a", [HOUR_MS])
-    assert [one.campaign for one in await list_all_pages(world)] == ["sale", None, "sale"]
+    assert [message.campaign for message in await list_all_pages(world)] == ["sale", None, "sale"]
     await world.pause("sale")
     await world.advance(90 * 60 * SECOND_MS)
-    assert [one.campaign for one in await list_all_pages(world)] == ["sale", "sale"]
+    assert [message.campaign for message in await list_all_pages(world)] == ["sale", "sale"]
 
 
 @on_node()
@@ -183,9 +185,9 @@ async def test_messages_of_topics_that_the_caller_may_not_look_at_are_not_listed
     await world.send("b", [HOUR_MS])
     caller = principal(topics={"a": "SUB"})
     page = await world.broker.listing.page(PageRequest(10), caller)
-    assert [one.topic for one in page.messages] == ["a"]
+    assert [message.topic for message in page.messages] == ["a"]
     page = await world.broker.listing.page(PageRequest(10, key="every"), caller)
-    assert [one.topic for one in page.messages] == ["a"]
+    assert [message.topic for message in page.messages] == ["a"]
     for topic in ("b", "none"):
         with pytest.raises(Forbidden):
             await world.broker.listing.page(PageRequest(10, topic=topic), caller)
@@ -201,25 +203,25 @@ async def test_a_page_beyond_the_limit_is_refused(world: World) -> None:
 # ---- counts -----------------------------------------------------------------------------------------------------
 
 
-def counted_as_expected(world: World, by: str, from_ms: int, to_ms: int) -> dict[int, int]:
-    """The messages of the model by bucket."""
+def expected_buckets(world: World, by: str, from_ms: int, to_ms: int) -> dict[int, int]:
+    """Count the expected pending messages in each bucket, by its begin in ms."""
     width = UNITS[by]
     due = [due_ms for due_ms, _ in expected(world) if from_ms <= due_ms < to_ms]
     return dict(Counter(due_ms - due_ms % width for due_ms in due))
 
 
 async def check_counts(world: World) -> None:
-    """Each unit, over all pending messages, by a new count."""
+    """Compare a new count of all pending messages with the expected ones, for each unit of buckets."""
     now_ms = world.clock.wall
     for by, buckets in (("second", 10_000), ("minute", 4_000), ("hour", 200), ("day", 9)):
         world.broker.forecast._counts.clear()
         width = UNITS[by]
         from_ms = now_ms - now_ms % width
         to_ms = from_ms + buckets * width
-        found = await world.broker.forecast.counted(by, from_ms, to_ms)
-        assert dict(found.buckets) == counted_as_expected(world, by, from_ms, to_ms)
-        assert sum(found.topics.values()) == sum(due for _, due in found.buckets)
-        assert found.counted_ms == now_ms
+        counts = await world.broker.forecast.counted(by, from_ms, to_ms)
+        assert dict(counts.buckets) == expected_buckets(world, by, from_ms, to_ms)
+        assert sum(counts.topics.values()) == sum(due for _, due in counts.buckets)
+        assert counts.counted_ms == now_ms
         of_b = await world.broker.forecast.counted(by, from_ms, to_ms, "b")
         waiting_b = [due_ms for due_ms, _ in expected(world, "b") if from_ms <= due_ms < to_ms]
         assert sum(due for _, due in of_b.buckets) == len(waiting_b)
@@ -229,7 +231,7 @@ async def check_counts(world: World) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_counts_its_pending_messages_by_bucket(strategy: str) -> None:
     @on_node(strategy=strategy)
-    async def counted_as_it_is(world: World) -> None:
+    async def check_forecast(world: World) -> None:
         keys = await send_many(world)
         await check_counts(world)
         await world.advance(HOUR_MS // 2)
@@ -238,7 +240,7 @@ def test_every_strategy_counts_its_pending_messages_by_bucket(strategy: str) -> 
         await world.restart()
         await check_counts(world)
 
-    counted_as_it_is()
+    check_forecast()
 
 
 @on_node()
@@ -262,13 +264,13 @@ async def test_counts_include_messages_in_files_and_in_the_log(
 async def test_forecasts_of_nearly_equal_windows_share_one_count(world: World) -> None:
     await world.send("a", [HOUR_MS])
     forecast, now_ms = world.broker.forecast, world.clock.wall
-    found = await asyncio.gather(
+    answers = await asyncio.gather(
         *(forecast.counted("minute", now_ms + i, now_ms + 2 * HOUR_MS + i) for i in range(50))
     )
     assert forecast.counts == 1
-    assert {sum(one.topics.values()) for one in found} == {1}
+    assert {sum(counts.topics.values()) for counts in answers} == {1}
     await forecast.counted("minute", now_ms + 60_000, now_ms + 2 * HOUR_MS + 60_000)
-    assert forecast.counts == 1  # a minute later, and still within
+    assert forecast.counts == 1  # a window that begins a minute later is within the same count
     await forecast.counted("hour", now_ms)
     assert forecast.counts == 2
     forecast._counts.clear()
@@ -289,9 +291,9 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: Wor
     await world.send("a", [HOUR_MS])
     await world.send("b", [HOUR_MS, HOUR_MS])
     caller = principal(topics={"a": "SUB"})
-    found = await world.broker.forecast.counted("hour", caller=caller)
-    assert found.topics == {"a": 1}
-    assert [due for _, due in found.buckets] == [1]
+    counts = await world.broker.forecast.counted("hour", caller=caller)
+    assert counts.topics == {"a": 1}
+    assert [due for _, due in counts.buckets] == [1]
     for topic in ("b", "none"):
         with pytest.raises(Forbidden):
             await world.broker.forecast.counted("hour", topic=topic, caller=caller)
@@ -319,16 +321,16 @@ async def test_a_forecast_of_too_many_pairs_of_topic_and_bucket_is_refused(
 @on_node()
 async def test_a_list_or_forecast_of_a_missing_topic_is_refused(world: World) -> None:
     await world.send("orders", [HOUR_MS])
-    for read_out in (
+    for query in (
         world.broker.listing.page(PageRequest(10, topic="oders")),
         world.broker.listing.page(PageRequest(10, topic="oders", key="k")),
         world.broker.forecast.counted("hour", topic="oders"),
     ):
         with pytest.raises(NotFound, match="topic 'oders' does not exist"):
-            await read_out
+            await query
     await world.broker.create_topic("quiet")
     assert (await world.broker.listing.page(PageRequest(10, topic="quiet"))).messages == []
-    # A deleted topic may have messages that wait, and bring it back.
+    # A deleted topic may have pending messages, which create it again when they are due.
     await world.broker.administration.delete_topic("orders", ANONYMOUS)
     assert len((await world.broker.listing.page(PageRequest(10, topic="orders"))).messages) == 1
     assert (await world.broker.forecast.counted("hour", topic="orders")).topics == {"orders": 1}

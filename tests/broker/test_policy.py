@@ -32,6 +32,7 @@ from timeball.node.node import Node
 
 
 def close_to_writers(world: World, topic: str = "orders") -> None:
+    """Take away the write permission of a topic."""
     world.broker.tables.topics.configure(topic, TopicConfig(2, 2, perm=READ))
 
 
@@ -40,6 +41,7 @@ def delete(world: World, topic: str = "orders") -> None:
 
 
 def visible(world: World, topic: str = "orders") -> int:
+    """Count the visible messages of a topic."""
     return sum(high - low for low, high in world.broker.queues(topic).values())
 
 
@@ -94,7 +96,7 @@ async def test_a_topic_name_that_rocketmqs_clients_refuse_is_refused(world: Worl
 
 @on_node()
 async def test_topic_changes_take_effect_at_once(world: World) -> None:
-    """The answers are cached, until a topic changes."""
+    """The policy caches its answers until a topic changes."""
     policy, topics = world.broker.policy, world.broker.tables.topics
     await world.broker.send(batch(1))
     assert (
@@ -110,7 +112,7 @@ async def test_topic_changes_take_effect_at_once(world: World) -> None:
     with pytest.raises(Forbidden, match="not for reading"):
         policy.readable("orders", ANONYMOUS)
     delete(world)
-    assert policy.destination("orders", ANONYMOUS) is None, "the next message makes it"
+    assert policy.destination("orders", ANONYMOUS) is None, "the next message creates the topic"
 
 
 @on_node(queues_per_topic=4)
@@ -118,9 +120,9 @@ async def test_a_new_topic_has_the_requested_queues_up_to_the_default_number(
     world: World,
 ) -> None:
     policy, topics = world.broker.policy, world.broker.tables.topics
-    for name, wanted, given in (("a", None, 4), ("b", 2, 2), ("c", 99, 4), ("d", 0, 4), ("e", -1, 1)):
-        policy.admit([name], ANONYMOUS, wanted)
-        assert len(topics.get(name).queues) == given
+    for name, requested, queues in (("a", None, 4), ("b", 2, 2), ("c", 99, 4), ("d", 0, 4), ("e", -1, 1)):
+        policy.admit([name], ANONYMOUS, requested)
+        assert len(topics.get(name).queues) == queues
 
 
 @on_node(auto_create_topics=False)
@@ -141,14 +143,14 @@ async def test_a_group_that_is_switched_off_or_may_not_broadcast_is_refused(worl
     with pytest.raises(Forbidden, match="may not broadcast"):
         policy.joined("g", ANONYMOUS, broadcasting=True)
     groups.update(SubscriptionGroup("g", consume_enable=False))
-    asks = (
+    requests = (
         lambda: policy.joined("g", ANONYMOUS),
         lambda: policy.check_group("g"),
         lambda: world.broker.offsets("g", "orders"),
     )
-    for ask in asks:
+    for request in requests:
         with pytest.raises(Forbidden, match="switched off"):
-            ask()
+            request()
     policy.check_group("unknown")
     assert groups.find_group("unknown") is None
 
@@ -175,13 +177,13 @@ async def test_queues_of_a_topic_without_the_permission_are_not_counted(world: W
 
 @on_node()
 async def test_a_returned_copy_needs_no_permission(world: World) -> None:
-    """A message that was handed out is not lost because its group's retry topic was closed meanwhile."""
+    """A message that a group returns is not lost if its retry topic was closed to writers meanwhile."""
     world.broker.tables.topics.configure("%RETRY%g", TopicConfig(1, 1, perm=READ))
     await world.broker.send_again(batch(1, topic=["%RETRY%g"]))
     assert column(await world.broker.pull("%RETRY%g", {0: 0}, 1, 0), "topic") == ["%RETRY%g"]
 
 
-ASKS = re.compile(
+PERMISSION_CHECKS = re.compile(
     r"perm\s*&|&\s*(READ|WRITE)\b|\.consume_enable|\.consume_broadcast_enable|\bforbidden\(|\bconflict\("
     r"|if .*auto_create_topics"
 )
@@ -189,43 +191,48 @@ ASKS = re.compile(
 
 def test_no_edge_checks_permissions_of_topics_itself() -> None:
     edges = Path(timeball.__file__).parent / "edges"
-    found = [
+    lines = [
         f"{path.relative_to(edges)}:{number}: {line.strip()}"
         for path in sorted(edges.rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if ASKS.search(line)
+        if PERMISSION_CHECKS.search(line)
     ]
-    assert found == [], "what a client may do is decided in broker/policy.py"
+    assert lines == [], "permissions are decided in broker/policy.py"
 
 
 @pytest.mark.parametrize(
     "line", ["if not topic.perm & READ:", "if not group.consume_enable:", "if forbidden(name):"]
 )
 def test_the_pattern_finds_an_edge_that_checks_permissions(line: str) -> None:
-    assert ASKS.search(line)
+    assert PERMISSION_CHECKS.search(line)
 
 
 def messages(names: list[str]) -> pa.RecordBatch:
+    """Build a send of one message to each of these topics."""
     return pa.record_batch({"topic": names, "body": [b"x"] * len(names)})
 
 
 def names(first: int, count: int) -> list[str]:
+    """List `count` names of topics, which are numbered from `first` on."""
     return [f"topic-{n}" for n in range(first, first + count)]
 
 
 def quota() -> tuple[Topics, NewTopics, ManualClock]:
+    """Create the limits of new topics, with their topics and their clock."""
     clock = ManualClock()
     topics = StateRows().opened(lambda meta: Topics(CrashFiles(), meta, queues_per_topic=1))
     return topics, NewTopics(topics, clock), clock
 
 
-def make(topics: Topics, new: NewTopics, wanted: list[str], account: str = "") -> None:
-    new.admit(wanted, account)
-    for name in wanted:
+def make(topics: Topics, new: NewTopics, topic_names: list[str], account: str = "") -> None:
+    """Create topics for an account, if the limits admit them."""
+    new.admit(topic_names, account)
+    for name in topic_names:
         topics.ensure(name, made_by=account)
 
 
 def caller(name: str) -> Caller:
+    """Build a caller whose account may send to all topics."""
     account = Account(access_key=name, secret_key="secret 12", topics={"*": "PUB"})
     return Principal(Access({name: account}), account)
 
@@ -233,16 +240,16 @@ def caller(name: str) -> Caller:
 @pytest.mark.parametrize("delayed", [False, True])
 @on_node()
 async def test_a_request_that_names_too_many_new_topics_is_refused_whole(world: World, delayed: bool) -> None:
-    wanted = names(0, limits.NEW_TOPICS_PER_REQUEST_MAX + 1)
-    batch = messages(wanted)
+    topic_names = names(0, limits.NEW_TOPICS_PER_REQUEST_MAX + 1)
+    batch = messages(topic_names)
     if delayed:
-        batch = batch.append_column("delay_ms", pa.array([SECOND_MS] * len(wanted)))
+        batch = batch.append_column("delay_ms", pa.array([SECOND_MS] * len(topic_names)))
     with pytest.raises(OverLimit, match="101 new topics in one request; at most 100"):
         await world.broker.send(batch)
     assert world.broker.topics() == {}
     await world.broker.send(batch.slice(1))
-    await world.broker.send(batch)  # one new topic more
-    assert len(world.broker.topics()) == len(wanted)
+    await world.broker.send(batch)  # one of its topics is new
+    assert len(world.broker.topics()) == len(topic_names)
 
 
 def test_new_topics_per_second_are_limited_and_the_limit_recovers() -> None:
@@ -295,8 +302,8 @@ def test_without_free_descriptors_sends_are_accepted_and_the_next_start_succeeds
             await node.broker.send(messages(names(0, 1_000)))
             with pytest.raises(OverLimit, match="too many open files while"):
                 await node.maintenance.checkpoint()
-            found = await node.broker.pull("topic-5", dict.fromkeys(range(8), 0), 10, 0)
-            assert found.num_rows == 2
+            rows = await node.broker.pull("topic-5", dict.fromkeys(range(8), 0), 10, 0)
+            assert rows.num_rows == 2
         assert node.broker.log.writer.failed is None
         await node.broker.send(messages(names(0, 1)))
         await node.stop()

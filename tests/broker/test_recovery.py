@@ -24,7 +24,7 @@ from timeball.table.layout import KEYS_FOLDER
 
 
 def build_scenario(*names: str) -> Scenario:
-    """Several scenarios in a row. The first step of each is a start."""
+    """Join scenarios without their first steps, because the first step of each starts the node."""
     return [step for name in names for step in SCENARIOS[name][1:]]
 
 
@@ -33,19 +33,19 @@ LIFE = build_scenario("compact", "bulk")
 
 async def live_through(world: World, scenario: Scenario) -> list[bytes]:
     """Run a scenario. Return every checkpoint that was the newest at the end of a step, oldest first."""
-    seen: list[bytes] = []
+    checkpoints: list[bytes] = []
     for step in scenario:
         await step(world)
         if world.files.exists(checkpoint.NAME):
             data = world.files.content(checkpoint.NAME)
-            seen += [data] if data not in seen else []
+            checkpoints += [data] if data not in checkpoints else []
     if world.node is not None:
         await world.stop()
-    return seen
+    return checkpoints
 
 
 async def state(world: World, files: CrashFiles) -> dict[str, Any]:
-    """Start on these files: the broker's state, and all later deliveries."""
+    """Start on these files. Returns the state of the broker, and all later deliveries."""
     restarted = World(files, replace(world.clock), deepcopy(world.observed))
     await restarted.start()
     await restarted.settled()
@@ -90,7 +90,7 @@ async def test_a_start_from_any_earlier_checkpoint_gives_the_same_state(
 
 @on_node()
 async def test_a_checkpoint_that_has_forgotten_what_is_settled_is_noticed(world: World) -> None:
-    """The control of the test above."""
+    """The control of the test above: a start from this checkpoint delivers messages a second time."""
     await live_through(world, LIFE)
     files = copy_of_files(world)
     saved = checkpoint.load(files)
@@ -107,14 +107,14 @@ def remove(files: CrashFiles, folder: str) -> None:
         files.remove(f"{folder}/{name}")
 
 
-@pytest.mark.parametrize("lost", ["checkpoint", "rotten checkpoint", "queues", "keys", "commits"])
+@pytest.mark.parametrize("lost", ["checkpoint", "damaged checkpoint", "queues", "keys", "commits"])
 @on_node()
 async def test_deleted_caches_are_rebuilt(world: World, lost: str) -> None:
-    """Everything but the log and the data files, and the checkpoint, which confirms the others."""
+    """A start needs only the log and the data files. In each case the checkpoint is lost or damaged, too."""
     await live_through(world, LIFE)
     expected = await state(world, copy_of_files(world))
     files = copy_of_files(world)
-    if lost != "rotten checkpoint":
+    if lost != "damaged checkpoint":
         files.remove(checkpoint.NAME)
     else:
         data = files.content(checkpoint.NAME)
@@ -150,11 +150,11 @@ async def test_a_lost_delta_log_is_rebuilt_although_retention_has_removed_its_ro
 
 
 @pytest.mark.parametrize(
-    "gone", ["log/0000000001.log", "log/0000000002.log", "log/0000000003.log", "pending/bucket="]
+    "removed", ["log/0000000001.log", "log/0000000002.log", "log/0000000003.log", "pending/bucket="]
 )
 @on_node()
 async def test_a_start_without_a_segment_or_data_file_is_refused_and_names_it(
-    world: World, gone: str
+    world: World, removed: str
 ) -> None:
     for _ in range(5):
         await world.send("a", [None, None, SECOND_MS, HOUR_MS], 100_000)
@@ -163,12 +163,12 @@ async def test_a_start_without_a_segment_or_data_file_is_refused_and_names_it(
     await world.send("a", [HOUR_MS] * 3, 100_000)
     await world.stop()
     files = copy_of_files(world)
-    if gone.startswith("pending/"):
+    if removed.startswith("pending/"):
         folder = f"pending/{next(n for n in files.list_dir('pending') if n.startswith('bucket='))}"
-        gone = f"{folder}/{files.list_dir(folder)[0]}"
-    assert files.exists(gone)
-    files.remove(gone)
-    with pytest.raises(Corrupt, match=rf"{gone}.*(is missing|if there was one)"):
+        removed = f"{folder}/{files.list_dir(folder)[0]}"
+    assert files.exists(removed)
+    files.remove(removed)
+    with pytest.raises(Corrupt, match=rf"{removed}.*(is missing|if there was one)"):
         await World(files, world.clock).start()
 
 
@@ -179,7 +179,7 @@ async def test_a_start_from_a_snapshot_knows_the_settled_messages_of_removed_row
     for _ in range(4):
         await world.send("a", [None, SECOND_MS, HOUR_MS, None, None], 100_000)
         await world.advance(2 * SECOND_MS)
-    await world.consume()  # before it is let go
+    await world.consume()  # before retention removes the rows
     await world.compact()
     await world.checkpoint()
     await world.apply_retention()
@@ -196,7 +196,7 @@ async def test_a_start_from_a_snapshot_knows_the_settled_messages_of_removed_row
     checkpoint.save(
         stale, checkpoint.encode(checkpoint.Checkpoint(facts, saved.settled_due, saved.settled_seq))
     )
-    assert await state(world, stale) == expected, "one of before retention is not believed"
+    assert await state(world, stale) == expected, "a checkpoint from before retention is not used"
     await world.start()
 
 

@@ -19,6 +19,7 @@ from timeball.model.message import Kind
 
 
 async def queue(world: World, topic: str, queue_id: int = 0) -> pa.RecordBatch:
+    """Read all rows of a queue."""
     return await world.broker.read_queue(topic, queue_id, 0, 1_000)
 
 
@@ -32,7 +33,13 @@ async def test_a_batch_of_immediate_and_scheduled_messages_is_accepted_in_its_or
     assert (first.first_seq, first.rows, first.store_ms) == (2, 3, world.clock.wall)
     assert second.first_seq == 5
     rows = list(world.broker.read_log(1, 6))
-    assert [kind for part in rows for kind in column(part, "kind")] == [Kind.META, 1, 2, 1, 1]
+    assert [kind for part in rows for kind in column(part, "kind")] == [
+        Kind.META,
+        Kind.MESSAGE,
+        Kind.SCHEDULED,
+        Kind.MESSAGE,
+        Kind.MESSAGE,
+    ]
     bodies = [body for q in (0, 1) for body in column(await queue(world, "orders", q), "body")]
     assert sorted(bodies) == [b"0", b"2", b"body"]
 
@@ -154,8 +161,8 @@ async def test_read_log_returns_the_rows_of_a_range_and_of_the_requested_kinds(w
     await world.broker.send(batch(4, delay_ms=[None, SECOND_MS, None, SECOND_MS]))
     await world.advance(SECOND_MS)
 
-    def read(from_seq: int, to_seq: int, *how: Any) -> list[int]:
-        parts = world.broker.read_log(from_seq, to_seq, *how)
+    def read(from_seq: int, to_seq: int, *options: Any) -> list[int]:
+        parts = world.broker.read_log(from_seq, to_seq, *options)
         return [seq for part in parts for seq in column(part, "seq")]
 
     assert read(1, 100) == [1, 2, 3, 4, 5, 6, 7]

@@ -30,6 +30,7 @@ def time(node: RunningNode) -> VirtualTime:
 
 
 def steps_to(node: RunningNode, time: VirtualTime, target_ms: int) -> list[Step]:
+    """Advance to `target_ms`, and list all steps."""
     steps = [node.run(time.step(target_ms))]
     while not steps[-1].is_last:
         steps.append(node.run(time.step(target_ms)))
@@ -54,7 +55,7 @@ def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, t
     assert node.broker.scheduling.scheduler.in_flight_rows == 0
 
 
-# What selections do to a message due in 2 h, and after how many minutes it is released.
+# The actions of selections on a message that is due in 2 h, and the minutes after which it is released.
 SELECTED = {
     "a shift": (["shift", "-90m"], 30),
     "a release": (["release"], 0),
@@ -87,15 +88,15 @@ def test_a_step_stops_at_the_deadline_of_an_activity_and_waits_for_its_work(
     node: RunningNode, time: VirtualTime
 ) -> None:
     class Activity:
-        """Has work in five seconds, which takes three steps."""
+        """Has work in five seconds, and is busy the first three times that it is asked then."""
 
-        due_ms, looks, done_ms = time.now_ms + 5_000, 3, 0
+        due_ms, busy_looks, done_ms = time.now_ms + 5_000, 3, 0
 
         @property
         def is_busy(self) -> bool:
-            if time.now_ms < self.due_ms or not self.looks:
+            if time.now_ms < self.due_ms or not self.busy_looks:
                 return False
-            self.looks -= 1
+            self.busy_looks -= 1
             self.done_ms = time.now_ms
             return True
 
@@ -109,7 +110,7 @@ def test_a_step_stops_at_the_deadline_of_an_activity_and_waits_for_its_work(
     time.activities.append(activity)
     steps = steps_to(node, time, time.now_ms + 60_000)
     time.activities.remove(activity)
-    assert (activity.looks, activity.done_ms) == (0, activity.due_ms)
+    assert (activity.busy_looks, activity.done_ms) == (0, activity.due_ms)
     assert activity.due_ms in [step.now_ms for step in steps]
 
 

@@ -20,19 +20,21 @@ from timeball.node.node import Node
 
 
 class Neighbours:
-    """The groups by name, and an OtherGroups for each (`of`)."""
+    """The groups by name, and for each group a view of the others (`of`, an OtherGroups)."""
 
     def __init__(self) -> None:
         self.brokers: dict[str, GroupedBroker] = {}
-        self.silent: set[str] = set()
-        self.asked: list[tuple[str, AnyQuestion]] = []
-        self.are_known = True
+        self.silent: set[str] = set()  # groups that do not answer
+        self.asked: list[tuple[str, AnyQuestion]] = []  # (group, question), in their order
+        self.are_known = True  # False: no group knows the others yet
 
     def of(self, own: str) -> _Others:
         return _Others(self, own)
 
 
 class _Others:
+    """The other groups of one group. A question is encoded and decoded, as over the network."""
+
     def __init__(self, all_groups: Neighbours, own: str) -> None:
         self._all, self._own = all_groups, own
 
@@ -47,8 +49,8 @@ class _Others:
         self._all.asked.append((group, question))
         if group in self._all.silent:
             return None
-        received = msgspec.json.decode(msgspec.json.encode(question), type=AnyQuestion)
-        answer = await self._all.brokers[group].answer(received, caller)
+        decoded_question = msgspec.json.decode(msgspec.json.encode(question), type=AnyQuestion)
+        answer = await self._all.brokers[group].answer(decoded_question, caller)
         return msgspec.json.decode(msgspec.json.encode(answer), type=GroupAnswer)
 
     def grpc_address(self, group: str) -> tuple[str, int] | None:
@@ -99,11 +101,11 @@ def in_two_groups(
     """Make a plain test of a coroutine, which gets the groups g1 and g2 after their neighbours."""
 
     def live() -> None:
-        async def lived() -> None:
+        async def main() -> None:
             async with groups_of("g1", "g2") as (neighbours, worlds):
                 await test(neighbours, worlds["g1"], worlds["g2"])
 
-        run(lived())
+        run(main())
 
     live.__name__, live.__doc__ = test.__name__, test.__doc__
     return live

@@ -354,7 +354,7 @@ class Pair:
 def live(cut: str = "", crash_at: int | None = None) -> Pair:
     """Drain until the power of one group is cut, then start both on their disks."""
 
-    async def lived() -> Pair:
+    async def main() -> Pair:
         pair = Pair(cut, crash_at)
         await pair.live(pair.begin)
         pair.clock = replace(pair.clock)
@@ -362,7 +362,7 @@ def live(cut: str = "", crash_at: int | None = None) -> Pair:
             await pair.live(pair.end)
         return pair
 
-    return run(lived())
+    return run(main())
 
 
 def faults(pair: Pair) -> dict[str, int]:
@@ -424,7 +424,7 @@ def test_a_group_that_forgets_a_transfer_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
-    async def lived() -> None:
+    async def main() -> None:
         async with groups_of("g1", "g2", retention_ms=1) as (neighbours, worlds):
             heir, drained = worlds["g1"], worlds["g2"]
             keys = await drained.send("orders", [20 * HOUR_MS + at for at in range(10)], body_bytes=50_000)
@@ -447,7 +447,7 @@ def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
             assert drained.broker.tables.drains.needed_seq is None
             assert drained.broker.log.reader.first_seq > first_seq
 
-    run(lived())
+    run(main())
 
 
 def _filling() -> pa.RecordBatch:
@@ -462,7 +462,7 @@ def _kinds(world: InGroup, seq: int) -> set[int]:
 def test_a_message_handed_over_long_ago_is_not_reported_as_pending() -> None:
     """The file still has the row of the message after retention has removed the row of the log that ended it."""
 
-    async def lived() -> None:
+    async def main() -> None:
         async with groups_of("g1", "g2", retention_ms=1) as (_, worlds):
             heir, drained = worlds["g1"], worlds["g2"]
             (key, other) = await drained.send("orders", [20 * HOUR_MS, 21 * HOUR_MS])
@@ -486,11 +486,11 @@ def test_a_message_handed_over_long_ago_is_not_reported_as_pending() -> None:
             assert verdict_words(await heir.broker.cancel(ids=[key])) == ["already_cancelled"]
             assert not heir.broker.pending_messages
 
-    run(lived())
+    run(main())
 
 
 def test_a_drain_can_continue_to_another_heir_after_the_first_one_failed() -> None:
-    async def lived() -> None:
+    async def main() -> None:
         async with groups_of("g1", "g2", "g3") as (neighbours, worlds):
             heir, drained, third = (worlds[name] for name in ("g1", "g2", "g3"))
             (first, second) = await drained.send("orders", [HOUR_MS, HOUR_MS])
@@ -511,7 +511,7 @@ def test_a_drain_can_continue_to_another_heir_after_the_first_one_failed() -> No
             with pytest.raises(Conflict, match="drained itself, to g3"):
                 await drained.broker.drain("g1")
 
-    run(lived())
+    run(main())
 
 
 @in_two_groups
