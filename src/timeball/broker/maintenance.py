@@ -230,7 +230,8 @@ class Maintenance:
             queues, complete = self._tables.topics.indexes.flush(seq), self._completer()
             columns = self._columns(settled)
 
-            def write() -> None:  # in the reader thread
+            def write() -> None:
+                """Write the queue indexes, and sync the files in `unsynced` (reader thread)."""
                 queues.write()
                 for folder, files in unsynced:
                     for file in files:
@@ -239,6 +240,7 @@ class Maintenance:
                         self._files.sync_dir(folder)
 
             def save(payload: bytes) -> None:
+                """Save the checkpoint, and then the indexes of sealed segments (reader thread)."""
                 checkpoint.save(self._files, payload)
                 recovery.save_sealed(self._files, self._log.reader.segments)
 

@@ -115,7 +115,7 @@ class Policy:
         return topics
 
     def admit(self, names: Iterable[str], caller: Caller, queues: int | None = None) -> None:
-        """Check that the caller may send to all of these topics, and create the missing ones.
+        """Check that the caller may send to all of these topics, and create the missing topics.
 
         `queues` is the number of queues that the client requests for a new topic, limited by the settings. Raises
         InvalidName, Forbidden, NotFound and OverLimit.
@@ -186,7 +186,7 @@ class Policy:
         return self.system_topic_queues(name) or max(1, min(requested or queues_max, queues_max))
 
     def close(self, reason: str) -> None:
-        """Refuse new messages from now on, except those that consumers of this broker return."""
+        """Refuse new messages from now on, except messages that consumers of this broker return."""
         self.closed = reason
         # Invalidates the caches of the edges, which contain topics that clients may send to.
         self._topics.version += 1
@@ -288,7 +288,7 @@ class Policy:
             raise InvalidName(reason)
 
     def admit_managed(self, names: Iterable[str], caller: Caller) -> None:
-        """Check that an administrator may create the missing ones of these topics.
+        """Check that an administrator may create these topics, as far as they are missing.
 
         Raises InvalidName, Forbidden and OverLimit.
         """
@@ -317,7 +317,7 @@ class NewTopics:
     """Limits the number of new topics: per request, per second, and per account in total.
 
     A message creates the topic that it names, and the topic stays in memory, in the log and in every snapshot. A client
-    that uses a key as a topic name would fill the broker for all others. Topics that the broker itself creates (retry
+    that uses a key as a topic name would fill the broker for all clients. Topics that the broker itself creates (retry
     and dead letter topics, the topic of a due message) are not counted, because an accepted message must be delivered.
     """
 
@@ -327,7 +327,7 @@ class NewTopics:
         self._buckets: dict[str, tuple[float, int]] = {}
 
     def admit(self, names: Iterable[str], account: str = "") -> None:
-        """Count the missing ones of these topics as new topics of an account.
+        """Count these topics, as far as they are missing, as new topics of an account.
 
         Raises OverLimit, and then counts none of them.
         """

@@ -175,7 +175,7 @@ class Applying:
         self._tail = TailScheduled(facts.seq)
         self._resumes = resumes
         self._first_seq = 1  # queues have no entries of rows before this one
-        self.applied_seq = facts.seq  # all rows below this number are applied, no others
+        self.applied_seq = facts.seq  # all rows below this number are applied, and no later rows
         self.snapshot_seq = facts.snapshot_seq  # the row number of the last snapshot
         # The first row that the log must keep, according to the last snapshot that was applied here. Without a snapshot
         # the log must keep all rows. The value in a checkpoint is not used: its broker may have been about to write a
@@ -302,7 +302,7 @@ class Applying:
         # The current starting point is newer if it was saved while the snapshot was being written to the log.
         if starting_point.facts.seq < self._replayed.facts.seq:
             return
-        # Keep the tail: the snapshot lists settled messages, but not the locations of pending ones.
+        # Keep the tail: the snapshot lists settled messages, but not the locations of pending messages.
         self._replayed = Replayed(starting_point, self.ledger)
         for rows in self.reader.coalesced(starting_point.facts.seq, end_seq, None, BATCH_ROWS):
             self._replayed.apply(rows)
@@ -443,7 +443,7 @@ def _clear_settled(tail: Int64Array, settled: Int64Array, is_pending: npt.NDArra
     is_pending[index[tail[index] == settled]] = False
 
 
-# ---- the rest: attaches, settled pairs, moves, redeliveries, half messages -----------------------------------
+# ---- attaches, settled pairs, moves, redeliveries, half messages ---------------------------------------------
 # Rows are applied in log order from the starting point's number on, in any number of steps: the same rows give the same
 # facts.
 #
@@ -524,7 +524,7 @@ class Replayed:
         """Apply RELEASE and CANCEL rows of messages with a due time."""
         due_ms, original_due = ends.column("due_ms").to_numpy(), ends.column("from_due_ms")
         # After a step of the clock a message may be released at another time than its original due time. Then the
-        # RELEASE row contains the latter as `from_due_ms`.
+        # RELEASE row contains the original time as `from_due_ms`.
         original_due_ms = due_ms
         if original_due.null_count < len(original_due):
             original_due_ms = original_due.fill_null(0).to_numpy()
@@ -534,9 +534,9 @@ class Replayed:
         self.cursor = self.cursor.after(due_ms[is_release])
 
     def _replay_moves(self, rows: pa.RecordBatch) -> None:
-        """Apply MOVED rows: those with `from_due_ms` change the due time and settle the previous version.
+        """Apply MOVED rows. A row with `from_due_ms` changes the due time and settles the previous version.
 
-        Other rows only repeat a message.
+        A row without it only repeats a message.
         """
         moves = rows.filter(rows.column("from_due_ms").is_valid())
         columns = [moves.column(name).to_numpy() for name in ("due_ms", "source_seq", "seq", "from_due_ms")]
@@ -605,7 +605,7 @@ class Replayed:
         return tuple(columns[:, np.unique(columns[0], return_index=True)[1]])
 
     def settled(self) -> Settled:
-        """Build the settled pairs: first the cancelled ones, then the released ones, each sorted by number.
+        """Build the settled pairs: first the cancelled messages, then the released messages, each sorted by number.
 
         Call `fold` before.
         """

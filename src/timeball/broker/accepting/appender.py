@@ -275,6 +275,7 @@ class Appender:
         first_seq = self._writer.next_seq
 
         def on_durable() -> None:
+            """Index the visible rows, and add the scheduled messages to the schedule."""
             if queue_offsets is not None:
                 queue_offsets.index(first_seq)
                 self._announce(queue_offsets)
@@ -431,6 +432,7 @@ class Appender:
         added = None if continuation is None else continuation.rows(first_seq + rows.num_rows)
 
         def on_durable() -> None:
+            """Update the caches with the rows and their continuation, then call `then`."""
             self._index_and_schedule(rows, first_seq, with_offset, placement, is_duration=is_duration)
             if added is not None:
                 self.add_scheduled(added, first_seq + rows.num_rows)
@@ -463,6 +465,7 @@ class Appender:
         size_bytes = sum([stored_size(row[_TOPIC], row[_BODY] or b"", row[_PROPERTIES]) for row in moved])
 
         def on_durable() -> None:
+            """Add the moved messages to the schedule, then call `then`."""
             # The rows as `locations.as_scheduled` converts them: with `accepted_ms` as `store_ms`, and without
             # `accepted_ms`, `version_seq` and `from_due_ms`.
             rows = NumberedRows(

@@ -226,14 +226,14 @@ class Delivery:
 
         A message gets a CANCEL row for the first of these reasons that applies: a selection has cancelled it, it is a
         missed or overlapping occurrence, or it has expired and is not to be moved. If a selection holds or delays it,
-        it gets a wake-up (a MOVED row). Any other message is released, an expired one into another topic.
+        it gets a wake-up (a MOVED row). Any other message is released: an expired message into another topic.
         """
         began_ns = self._clock.clock.monotonic_ns()
         seq = int64(scheduled_rows.column("seq"))
         selection_cancels, must_wait = _split_by_state(scheduled_rows, now_ms, states)
         rerouted_rows = scheduled_rows if states is None else self._into_topics(scheduled_rows, states)
         expired = _find_expired(rerouted_rows, now_ms, states)
-        # A selection decides first: a message that it cancels or delays is not among the expired ones.
+        # A selection decides first: a message that it cancels or delays is not among the expired messages.
         no_message = np.zeros(len(seq), np.bool_)
         is_expired = no_message if expired is None else expired.any_of & ~(selection_cancels | must_wait)
         # An occurrence that waits leaves its schedule, as if it was rescheduled.
@@ -261,9 +261,7 @@ class Delivery:
             rows = scheduled_rows.filter(pa.array(reasons == reason))
             parts.append(cancel_rows(rows, now_ms, encode_properties({CANCEL_REASON: reason})))
         cancelled = (
-            []
-            if states is None
-            else self._build_selected_cancels(scheduled_rows, now_ms, states, selection_cancels)
+            [] if states is None else self._cancels_by_id(scheduled_rows, now_ms, states, selection_cancels)
         )
         parts += [rows for _, rows in cancelled]
         woken = None
@@ -281,6 +279,7 @@ class Delivery:
         expired_topics = _topics_in(rerouted_rows, is_expired)
 
         def on_durable() -> None:
+            """Update the caches: all rows of the frame are durable."""
             pairs = pairs_of(scheduled_rows)
             self._on_durable(released, pairs, begin_ms, first_seq, placement, not_released)
             for selection_id, rows in cancelled:
@@ -333,7 +332,7 @@ class Delivery:
         measured_ns = min((self._clock.clock.monotonic_ns() - began_ns) // occurrences, HOLD_NS)
         self.indexing.occurrence_ns = max(measured_ns, self.indexing.occurrence_ns // 2, OCCURRENCE_NS_MIN)
 
-    def _build_selected_cancels(
+    def _cancels_by_id(
         self, scheduled_rows: pa.RecordBatch, now_ms: int, states: States, selection_cancels: Bools
     ) -> list[tuple[str, pa.RecordBatch]]:
         """Build the CANCEL rows of each selection, and count their messages. Returns (selection id, rows)."""
@@ -445,7 +444,7 @@ class Delivery:
         )
         if scheduled_rows is None:
             return Brought(0, rows.num_rows)
-        # Shielded: the rows are in flight. If the dispatcher disconnects, the commit of others must not be cancelled.
+        # Shielded: the rows are in flight. If the dispatcher disconnects, the commit, which other rows share, goes on.
         await asyncio.shield(self.release(scheduled_rows, now_ms))
         return Brought(scheduled_rows.num_rows, rows.num_rows - scheduled_rows.num_rows)
 

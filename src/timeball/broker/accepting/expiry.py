@@ -97,7 +97,7 @@ def _values(message: Int64Array, texts: pa.Array, name: str) -> tuple[pa.Array, 
     has_name = pc.starts_with(texts, prefix)
     message = message[has_name.to_numpy(zero_copy_only=False)]
     values = pc.utf8_slice_codeunits(texts.filter(has_name), len(prefix))
-    # The texts of one message follow each other, so its last value is the one before another message.
+    # The texts of one message follow each other, so its last value precedes the texts of the next message.
     is_last = np.ones(len(message), np.bool_)
     is_last[:-1] = message[1:] != message[:-1]
     return values.filter(pa.array(is_last)), message[is_last]

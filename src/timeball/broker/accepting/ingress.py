@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 BATCH_BYTES_MAX = 32 * 1024 * 1024
 BATCH_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
 ENOUGH_ROWS = 1_024  # with this many rows, the fixed cost of a batch is a tenth of the cost of its rows
-AHEAD_MAX = 2  # batches under way: the one that the disk writes, and the next one
+AHEAD_MAX = 2  # batches under way: the batch that the disk writes, and the next batch
 # The limit for the bytes of the requests of all edges together that wait or are being written.
 HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX
-# A larger batch of columns does not share a commit: copying it together with others would cost more.
+# A larger batch of columns does not share a commit: copying it into a shared batch would cost more.
 SMALL_ROWS, SMALL_BYTES = 256, 256 * 1024
 
 T = TypeVar("T")
@@ -145,10 +145,10 @@ class Batcher(Generic[T]):
         """Begin a batch of `size_bytes`."""
         try:
             result, durable = self._begin_batch(requests)
-        except Exception as error:  # any error: refuse these requests, and continue with the next ones
+        except Exception as error:  # any error: refuse these requests, and continue with the next batch
             self._retry_singly_or_refuse(requests, size_bytes, error)
         else:
-            # Count only batches that have begun: a refused batch must not delay others.
+            # Count only batches that have begun: a refused batch must not delay other batches.
             self._under_way += 1
             durable.add_done_callback(partial(self._on_batch_end, requests, size_bytes, result))
 
@@ -177,7 +177,7 @@ class Batcher(Generic[T]):
             self._loop.call_soon(self._loop.call_soon, self._drain)
 
     def _retry_singly_or_refuse(self, requests: list[T], size_bytes: int, error: BaseException) -> None:
-        """Begin the requests of a refused batch again one by one, so that a bad request does not refuse the others.
+        """Begin the requests of a refused batch again one by one, so that only the bad request is refused.
 
         A single request is refused. After other errors, such as a stopped log, all requests are refused at once.
         """
@@ -323,7 +323,7 @@ def answer(pieces: list[Piece], accepted: Accepted) -> None:
     for edge, edge_pieces in _group_by_edge(pieces):
         try:
             edge.answer(edge_pieces, accepted)
-        except Exception as error:  # an error of one edge must not affect the others
+        except Exception as error:  # an error of one edge must not affect other edges
             logger.exception("sends not answered sends=%d reason=%s", len(edge_pieces), error)
             edge.refuse(edge_pieces, error)
 

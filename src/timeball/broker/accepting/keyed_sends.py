@@ -186,7 +186,7 @@ class KeyedSends:
                 schema = None if isinstance(piece.rows, list) else piece.rows.schema
                 self._batcher.put(first_send, piece.count, piece.size_bytes, (schema, piece.caller))
             else:
-                # A send with a unique key takes turns with others of this key, so it shares no batch.
+                # A send with a unique key takes turns with other sends of this unique key, so it shares no batch.
                 self._put_unique(
                     piece, use.unique, piece.caller, change=partial(self._build_key_row, use),
                     on_answer=partial(self._answer_unique, first_send),
@@ -284,6 +284,7 @@ class KeyedSends:
         pieces = [first_send.piece for first_send in first_sends]
 
         def build_key_rows(first_seq: int, store_ms: int) -> Change:
+            """Build the rows of the keys. The first row of the batch has the number `first_seq`."""
             keyed_sends = []
             # The batch has the rows in this order.
             for use in (first_send.use for first_send in first_sends):

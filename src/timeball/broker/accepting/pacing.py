@@ -65,7 +65,7 @@ class Limited:
 
     @property
     def _step_rows(self) -> int:
-        """The number of messages that a step shows at least: a full step, or all hidden ones if they are fewer."""
+        """The number of messages that a step shows at least: a full step, or all hidden messages if they are fewer."""
         return min(self._full_step_rows, self.hidden_rows)
 
     @property
@@ -312,8 +312,8 @@ def next_ends(indexes: Sequence[QueueIndex], rows: int) -> tuple[dict[int, int],
     lengths = np.array([len(part) for part in parts])
     seqs, owner = np.concatenate(parts).astype(np.int64), np.repeat(np.arange(len(parts)), lengths)
     order = np.argsort(seqs)
-    # An entry that was not read comes after the last one read in its queue. So only entries up to the earliest of these
-    # last ones are certain to be the next ones.
+    # An entry that was not read comes after the last entry that was read in its queue. So only entries up to the
+    # earliest of these last entries are certain to be the next entries of the topic.
     has_more = lengths < np.array([index.end_offset - index.max_offset for index in indexes])
     if has_more.any():
         bound_seq = seqs[np.cumsum(lengths) - 1][has_more].min()

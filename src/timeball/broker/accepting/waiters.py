@@ -21,7 +21,7 @@ class Waiters:
     """The waiting consumers by topic, and optionally by queue of the topic.
 
     A RocketMQ consumer waits once for each queue that it reads. So a topic may have hundreds of waiting pulls, and a
-    message concerns only one of them. Each waiting consumer has its own future, so a cancelled one removes only itself.
+    message concerns only one of them. Each waiting consumer has its own future, so a cancel removes no other consumer.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Gate:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Hold the lock exclusively. Waits until all requests have released it, and keeps new ones waiting."""
+        """Hold the lock exclusively. Waits until all requests have released it, and keeps new requests waiting."""
         async with self._exclusive:
             await self._no_holders.wait()
             yield

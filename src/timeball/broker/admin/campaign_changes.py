@@ -3,7 +3,7 @@
 One row of the log decides each change of a campaign:
 
     pause     append a META row. From then on all messages of the campaign are held: the schedule does not load them
-    resume    append CANCEL rows for those of its messages that a selection has cancelled, and take its messages out of
+    resume    append CANCEL rows for its messages that a selection has cancelled, and take its messages out of
               other selections, because a selection finds messages by their due times. Then rewrite the data files with
               the campaign's messages: they are due later by the shift, and not before now. One frame contains the TABLE
               row that replaces the files and the META row that ends the hold

@@ -135,7 +135,7 @@ class ScheduleChanges:
         return schedule
 
     async def page(self, rows: int, after: str, topic: str | None, caller: Caller) -> Page:
-        """List up to `rows` schedules whose names come after `after`, in order: all, or those of a topic.
+        """List up to `rows` schedules whose names come after `after`, in order: all, or the schedules of `topic`.
 
         A page may have fewer schedules although another page follows. Raises Forbidden.
         """

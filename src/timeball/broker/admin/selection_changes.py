@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 DRY_RUN = "dry run"  # no id, because ids are numbers
 
-# Surveys.survey (broker/pending/survey.py). It counts the messages of a selection in a snapshot of the pending ones.
+# Surveys.survey (broker/pending/survey.py). It counts the pending messages of a selection, in a snapshot.
 # First argument: builds the selections from the number at the end of the log, and returns them with the id of the
-# counted one. Second argument: called when the snapshot is taken.
+# selection to count. Second argument: called when the snapshot is taken.
 CountMessages = Callable[[Callable[[int], tuple[Selected, str]], Callable[[], None]], Awaitable[Survey]]
 
 
@@ -114,6 +114,7 @@ class SelectionChanges:
         await self._writer.flushed()  # releases that have begun count as pending until they are durable
 
         def plan(to_seq: int) -> tuple[Selected, str]:
+            """Build the selections with the planned one, which is counted (see `CountMessages`)."""
             # A dry run counts as the newest selection, so a message of an earlier selection stays with that selection.
             planned = self._complete(new_facts, to_seq, caller)
             facts_by_name = {**self._selections.selected_facts(), DRY_RUN: planned}
@@ -144,7 +145,7 @@ class SelectionChanges:
         return name
 
     async def undo(self, name: str, caller: Caller) -> bool:
-        """Make the messages of a selection pending again, except those that were due since. Durable on return.
+        """Make the messages of a selection pending again, except messages that were due since. Durable on return.
 
         Returns False if the selection was undone before. Raises NotFound, Forbidden, OverLimit, and Unavailable as for
         `select`.

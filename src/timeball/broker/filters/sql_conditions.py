@@ -114,7 +114,7 @@ class Not:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Condition = condition: whether both are TRUE or both FALSE. NULL or ERROR if one of them is (`EQUAL`)."""
+    """Condition = condition: whether both are TRUE or both FALSE. NULL or ERROR if one side is (`EQUAL`)."""
 
     left: Condition
     right: Condition

@@ -31,7 +31,7 @@ BoolArray = npt.NDArray[np.bool_]
 class Filter(Protocol):
     """The interface of a filter. Both methods return a mask of messages.
 
-    `candidates` marks all messages that `exact` marks, and perhaps others.
+    `candidates` marks all messages that `exact` marks, and perhaps other messages.
     """
 
     @property

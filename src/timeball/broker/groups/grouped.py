@@ -214,14 +214,14 @@ class GroupedBroker(Broker):
     async def _ask_all_groups(
         self, question: AnyQuestion, caller: Caller, read: Callable[[GroupAnswer], T]
     ) -> list[T | None]:
-        """Ask this group and all others at the same time. `read` reads a result from each answer.
+        """Ask this group and all other groups at the same time. `read` reads a result from each answer.
 
         A result is None if the group does not answer. Raises the first refusal or error.
         """
         requests: list[Coroutine[Any, Any, GroupAnswer | None]] = [
             self.others.ask(name, question, caller) for name in self.others.names()
         ]
-        # Wait for all outcomes before one of them is raised, so that no task keeps running.
+        # Wait for all outcomes before an error is raised, so that no task keeps running.
         outcomes = await asyncio.gather(self._answer(question, caller), *requests, return_exceptions=True)
         answers = []
         for outcome in outcomes:

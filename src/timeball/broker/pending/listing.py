@@ -122,7 +122,7 @@ class Listing:
             if key is None
             else self._page_by_key(request, key, caller)
         )
-        # Only for the first page: a topic without pending messages must be known. A later page may be empty.
+        # Only for the first page: a topic without pending messages must exist. A later page may be empty.
         is_first = request.after is None
         has_messages = bool(page.messages) or page.next_page is not None or not is_first
         self._policy.check_known(request.topic, has_messages=has_messages)
@@ -334,6 +334,7 @@ def _build_choose(
         topic: Codes,
         describe: Callable[[Int64Array], Iterator[DescribedPart]],
     ) -> tuple[Int64Array, Int64Array, Codes]:
+        """Choose the messages of the page (a `Choose`)."""
         index, due_ms, topic = shown.choose(due_ms, seq, topic, describe, is_final=not selected.moves_to)
         if selected.is_empty or not len(index):
             return index, due_ms, topic
@@ -382,7 +383,10 @@ class Shown:
         *,
         is_final: bool = True,
     ) -> tuple[Int64Array, Int64Array, Codes]:
-        """Choose messages by their topics (a `Choose`), or all if selections may still change topics (`is_final`)."""
+        """Choose messages by their topics (a `Choose`).
+
+        Without `is_final`, choose all messages, because selections may still change their topics.
+        """
         index = np.flatnonzero(self(topic)) if is_final else np.arange(len(seq))
         return index, due_ms[index], topic[index]
 
@@ -563,7 +567,7 @@ def rows_in_log(
     messages: Logged,
     convert_level: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda rows: rows,
 ) -> pa.RecordBatch:
-    """Read the complete rows (READ_SCHEMA) of at least one message in the log, those of delay levels last.
+    """Read the complete rows (READ_SCHEMA) of at least one message in the log, messages of delay levels last.
 
     `convert_level` changes the rows of delay levels, which have their original topics.
     """

@@ -210,7 +210,7 @@ def view_of(
 ) -> View:
     """Compute the states of pending messages with these due times and topics.
 
-    `parts` describe the messages that a selection may have changed. All others are unchanged.
+    `parts` describe the messages that a selection may have changed. All other messages are unchanged.
     """
     result = View(due_ms.copy(), topic.copy(), *(np.zeros(len(due_ms), np.bool_) for _ in range(2)))
     for index, described in parts:
@@ -360,7 +360,7 @@ class LogTail:
         One call examines at most `rows` messages.
         """
         if not self._low <= low < self._high:
-            # First try to keep all messages, from the earliest due time on. If there are too many, keep those from
+            # First try to keep all messages, from the earliest due time on. If there are too many, keep messages from
             # `low` on.
             self.forget()
             self._high = LAST_POSITION
@@ -415,5 +415,5 @@ class LogTail:
 
 
 def _is_in_log(rows: Logged, snapshot: Snapshot) -> Bools:
-    """Compute a mask of the messages that are in the log. The others were compacted into the table."""
+    """Compute a mask of the messages that are in the log. All other messages were compacted into the table."""
     return np.asarray((rows.row_seq >= snapshot.watermark) | rows.is_level)

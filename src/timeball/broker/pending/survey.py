@@ -43,7 +43,7 @@ SAMPLES, HOURS = 10, 100  # the most samples and hours in the result, the earlie
 PART_ROWS = 65_536
 _SAMPLE_COLUMNS = ["topic", "unique_key", "keys"]
 
-# Builds the selections of a survey, given the end of the log (a sequence number), and names the one to survey.
+# Builds the selections of a survey, given the end of the log (a sequence number), and names the selection to survey.
 Plan = Callable[[int], tuple[Selected, str]]
 Sample = tuple[int, int, str, str | None, str | None]  # due_ms, version, topic, id, keys
 # Reads messages of a part as samples. Arguments: their ascending indexes in the part, and the due times to show.
@@ -96,7 +96,7 @@ class _Walk:
     snapshots: Snapshots
     codes: TopicCodes = field(default_factory=TopicCodes)
     # Of the messages of the selection: their number, the first and the last due time before its effect, the last time
-    # at which one may be settled, and the earliest ones. Times are -1 without messages.
+    # at which a message may be settled, and the earliest messages. Times are -1 without messages.
     count: int = 0
     first_ms: int = -1
     last_ms: int = -1
@@ -147,10 +147,10 @@ class _Walk:
     def _add_members(
         self, row: Int64Array, due_ms: Int64Array, states: States, before_ms: Int64Array, read: _Read
     ) -> None:
-        """Count messages of the selection, and keep the earliest ones as samples.
+        """Count messages of the selection, and keep the earliest messages as samples.
 
-        `row` contains their indexes in the part, `due_ms` the due times in the schedule, `before_ms` those before the
-        effect of the selection, and `states` their present states.
+        `row` contains their indexes in the part, `due_ms` their due times in the schedule, `before_ms` their due times
+        before the effect of the selection, and `states` their present states.
         """
         self.count += len(row)
         first_ms, last_ms = int(before_ms.min()), int(before_ms.max())

@@ -235,7 +235,7 @@ class Wakers:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Messages to wake, those of the log and those of files."""
+    """Messages to wake, from the log and from files."""
 
     walk: TableWalk
     logged: Logged

@@ -299,7 +299,7 @@ class ZoneUpdates:
             yield [message for message, waits in zip(moving.values(), is_pending, strict=True) if waits]
 
     def _in_log(self, snapshot: Snapshot) -> Iterator[Iterator[tuple[FoundRow, str]]]:
-        """Yield the messages of the log with a local time, and their properties, without those of delay levels."""
+        """Yield the messages of the log with a local time, and their properties, without messages of delay levels."""
         begin_seq = max(snapshot.from_seq, self._log.reader.first_seq)
         for rows in self._log.reader.coalesced(begin_seq, snapshot.to_seq, KINDS, _LOG_ROWS, COLUMNS):
             local_rows = _with_local_time(rows)

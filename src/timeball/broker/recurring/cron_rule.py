@@ -99,7 +99,7 @@ class _Days(NamedTuple):
             by_day |= 1 << workdays[-1]
         if self.days is None and self.weekdays is None:
             return (2 << length) - 2  # all days: bits 1 to `length`
-        # POSIX: if both fields are given, a day that matches one of them is enough.
+        # POSIX: if both fields are given, a day that matches one field is enough.
         return by_day | by_weekday
 
 
@@ -409,7 +409,7 @@ def _last_weekday(term: str) -> str:
 
 
 def _check_both(text: str, day: str, weekday: str, days: set[int], weekdays: set[int]) -> None:
-    """Refuse a day with a weekday if programs disagree whether one of them or both have to match. Raises InvalidDelay.
+    """Refuse a day with a weekday if programs disagree whether one or both have to match. Raises InvalidDelay.
 
     `days`, `weekdays`: the values of the two fields, without special values.
     """

@@ -25,11 +25,13 @@ def cached(
     """
 
     def decorate(function: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
+        """Wrap a function with a cache of its own."""
         call_short, long_entries = lru_cache(limits.RULES_KEPT)(function), dict[object, list[T]]()
         lock = Lock()  # another thread must not change `long_entries` while its first key is looked up
 
         @wraps(function)
         def call(text: str, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            """Return a cached result, or call the function and cache its result."""
             if len(text) <= limits.LONG_RULE_CHARACTERS:
                 return call_short(text, *args, **kwargs)  # type: ignore[arg-type]  # all arguments are hashable
             # By a digest, so that a small result does not keep the text of its rule.

@@ -117,6 +117,7 @@ class ClockTimetable:
         return np.array([each.due_ms for each in self.occurrences(after_ms, until_ms, limit)], np.int64)
 
     def ending_after(self, count: int) -> ClockTimetable:
+        """Build a timetable of the first `count` occurrences (see Timetable)."""
         first_occurrences = self.occurrences(-1, self.ends_ms, count)
         return (
             replace(self, ends_ms=first_occurrences[-1].due_ms) if len(first_occurrences) == count else self
@@ -171,6 +172,7 @@ class IntervalTimetable:
         return first_ms + np.arange(max(0, min(count, limit)), dtype=np.int64) * self.interval_ms
 
     def ending_after(self, count: int) -> IntervalTimetable:
+        """Build a timetable of the first `count` occurrences (see Timetable)."""
         first_occurrences = self.occurrences(-1, self.ends_ms, count)
         return (
             replace(self, ends_ms=first_occurrences[-1].due_ms) if len(first_occurrences) == count else self

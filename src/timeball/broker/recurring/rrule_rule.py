@@ -81,7 +81,7 @@ class _Expansion(NamedTuple):
 class RruleTimes:
     """The local times of a recurrence rule (`LocalTimes`).
 
-    Searches are fast if each begins later than the one before.
+    Searches are fast if each search begins later than the previous search.
     """
 
     __slots__ = (
@@ -290,7 +290,7 @@ def _parse(text: str, zone: str) -> RruleTimes:
     first_s: int | None = None
     parts: dict[str, str] | None = None
     excluded: set[int] = set()
-    # RFC 5545 folds long lines: a line that begins with a blank continues the one before.
+    # RFC 5545 folds long lines: a line that begins with a blank continues the previous line.
     for line in re.sub(r"\r?\n[ \t]", "", text.strip()).splitlines():
         # Names of zones depend on upper and lower case, all other parts do not.
         line = line.strip().upper() if "TZID" not in line.upper() else line.strip()

@@ -155,7 +155,7 @@ def choose(facts: ScheduleFacts, after_ms: int, now_ms: int) -> Occurrence | Non
     if facts.catch_up == "all":
         return first if first.due_ms > oldest_ms else first_after(rule, oldest_ms)
     current = first_after(rule, missed_ms)
-    # An occurrence that is due now replaces the missed ones.
+    # An occurrence that is due now replaces the missed occurrences.
     if facts.catch_up == "none" or (current is not None and current.due_ms <= now_ms):
         return current
     return last_until(rule, max(after_ms, oldest_ms), missed_ms) or current
@@ -377,7 +377,7 @@ class Successors:
             if decision is None:
                 decision = decisions[plan, due_ms] = decide_hand_out(facts, due_ms, now_ms)
             occurrence, state, error, is_missed = decision
-            # An expired message is no run, so the last run stays the one with which the next may overlap.
+            # An expired message is no run, so the next occurrence may still overlap with the last run.
             if is_expired[index] and not is_missed:
                 nexts.append(following(name, facts, old_progress, due_ms, now_ms))
                 continue
