@@ -23,7 +23,7 @@ from timeball.model.answers import PageRequest
 from timeball.model.message import encode_properties
 
 SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
-# The delays of messages: short and long ones, and one that occurs twice.
+# The delays of messages: short and long delays, and a delay that occurs twice.
 DELAYS_MS = [2 * SECOND_MS, 8 * SECOND_MS, MINUTE_MS, MINUTE_MS, HOUR_MS, 3 * HOUR_MS]
 REGIONS = [None, "eu", "us"]
 

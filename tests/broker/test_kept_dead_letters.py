@@ -19,16 +19,16 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.limits import DAY_MS
 
-# The group reads nothing more: unread messages of its retry topics are no subject here.
+# Retention does not keep unread messages longer, because the group reads no more messages in these tests.
 SETTINGS: dict[str, Any] = {"retention_ms": HOUR_MS, "unread_retention_ms": 0}
 TEXTS = [b"%d" % number for number in range(7)]
 
 
 async def apply_retention(world: World, after_ms: int = 2 * HOUR_MS) -> None:
-    """Fill segments, wait, and remove the old ones."""
+    """Fill segments, wait, and let retention remove the old segments."""
     for _ in range(3):
         await world.send("filler", [None] * 6, 100_000)
-    # Their timer follows real time, and a row that it wrote after the advance would keep its segment for one more pass.
+    # The offsets are saved by a timer of real time. A row that it writes after the advance would keep its segment.
     await world.broker.consuming.saver.saved()
     world.clock.advance(after_ms)
     await world.checkpoint()
@@ -49,8 +49,9 @@ async def crash_and_start(world: World, *, keeps_caches: bool = True) -> None:
 
 
 async def count_expired(world: World) -> int:
-    found: int = (await world.broker.groups.one(GROUP, ANONYMOUS)).expired_dead_letters
-    return found
+    """Count the expired dead letters of the group."""
+    expired: int = (await world.broker.groups.one(GROUP, ANONYMOUS)).expired_dead_letters
+    return expired
 
 
 @on_node(**SETTINGS)
@@ -61,13 +62,15 @@ async def test_dead_letters_stay_when_retention_removes_their_rows(world: World)
         first_seq = world.broker.log.reader.first_seq
         await apply_retention(world)
         assert world.broker.log.reader.first_seq > first_seq
-        assert world.broker.queues(DEAD)[0][0] > 0, "RocketMQ's tools see those of the retention time"
-        # Handles, bodies and the time of death are as they were.
+        assert world.broker.queues(DEAD)[0][0] > 0, (
+            "RocketMQ's tools see only dead letters of the retention time"
+        )
+        # Handles, bodies and the times at which the messages became dead letters have not changed.
         assert await list_dead_letters(world) == before
     assert world.broker.dead_letters.count(GROUP) == len(TEXTS) and await count_expired(world) == 0
     page = await world.broker.dead_letters.page(GROUP, 3, None, ANONYMOUS)
-    rest = await world.broker.dead_letters.page(GROUP, 9, page.next_page, ANONYMOUS)
-    assert page.dead_letters + rest.dead_letters == before
+    last_page = await world.broker.dead_letters.page(GROUP, 9, page.next_page, ANONYMOUS)
+    assert page.dead_letters + last_page.dead_letters == before
 
 
 @on_node(**SETTINGS)
@@ -77,7 +80,7 @@ async def test_dead_letters_of_a_topic_with_a_rate_limit_stay(world: World) -> N
     before = await list_dead_letters(world)
     assert world.broker.dead_letters.count(GROUP) == len(TEXTS) == len(before)
     await apply_retention(world)
-    assert world.broker.queues(DEAD)[0][0] == len(TEXTS), "their rows were removed"
+    assert world.broker.queues(DEAD)[0][0] == len(TEXTS), "the rows of the dead letters were removed"
     assert await list_dead_letters(world) == before and await count_expired(world) == 0
 
 
@@ -110,7 +113,7 @@ async def test_repeated_dead_letters_can_be_resent_and_deleted(world: World) -> 
     assert sorted(bodies(await receive(world))) == sorted([letters[1].body, letters[2].body])
     again = await world.broker.dead_letters.resend(GROUP, chosen, ANONYMOUS)
     assert again.rows == 0
-    remaining = [one for one in letters if one.dead_letter not in chosen]
+    remaining = [letter for letter in letters if letter.dead_letter not in chosen]
     assert await list_dead_letters(world) == remaining
     await crash_and_start(world, keeps_caches=False)
     await apply_retention(world)
@@ -140,7 +143,7 @@ async def test_dead_letters_expire_after_their_own_retention_and_are_counted(
 
 @on_node(**SETTINGS, dead_letter_retention_ms=1)
 async def test_expired_dead_letters_that_are_still_in_their_queue_are_counted_once(world: World) -> None:
-    """The power goes between the count and the removal."""
+    """The power is cut between the count and the removal of the rows."""
     await make_dead_letters(world, TEXTS)
     await world.send("filler", [None] * 6, 100_000)
     world.clock.advance(2 * HOUR_MS)
@@ -169,14 +172,16 @@ async def test_the_oldest_dead_letters_expire_first_when_they_exceed_kept_bytes(
         (receipt,) = (await receive(world)).receipts
         assert await engine(world).dead_letter(receipt)
         await apply_retention(world)
-    assert {one.body[:1] for one in await list_dead_letters(world)} == {b"b", b"c"} and await count_expired(
-        world
-    ) == 1
-    # A move to a new row in progress is no reason to remove it.
+    assert {letter.body[:1] for letter in await list_dead_letters(world)} == {
+        b"b",
+        b"c",
+    } and await count_expired(world) == 1
+    # A second pass of retention, which moves the dead letters to new rows, removes none of them.
     await apply_retention(world)
-    assert {one.body[:1] for one in await list_dead_letters(world)} == {b"b", b"c"} and await count_expired(
-        world
-    ) == 1
+    assert {letter.body[:1] for letter in await list_dead_letters(world)} == {
+        b"b",
+        b"c",
+    } and await count_expired(world) == 1
 
 
 @on_node(**SETTINGS)
@@ -187,7 +192,7 @@ async def test_repeated_dead_letters_of_a_deleted_topic_are_removed_and_counted(
     deleted = await world.broker.administration.delete_topic(DEAD, ANONYMOUS)
     assert (deleted.unread, deleted.dead_letters) == (0, 8) and await count_expired(world) == 8
     await make_dead_letters(world, [b"later"])
-    assert [one.body for one in await list_dead_letters(world)] == [b"later"]
+    assert [letter.body for letter in await list_dead_letters(world)] == [b"later"]
 
 
 @on_node(**SETTINGS)
@@ -195,13 +200,13 @@ async def test_a_message_with_a_repeated_dead_letter_has_the_state_dead(world: W
     await make_dead_letters(world, TEXTS)
     await apply_retention(world)
     await make_dead_letters(world, [b"new"])
-    (letter,) = [one for one in await list_dead_letters(world) if one.body == b"3"]
+    (letter,) = [each for each in await list_dead_letters(world) if each.body == b"3"]
     places = await world.broker.find(letter.id)
     assert [place.state for place in places] in ([], ["expired"]), "a repeated dead letter is no message"
     (verdict,) = await world.broker.cancel(ids=[letter.id])
     assert verdict.verdict != "cancelled"
     await world.restart()
-    assert world.broker.pending_messages == 0, "and no scheduled message"
+    assert world.broker.pending_messages == 0, "a repeated dead letter is no pending message either"
 
 
 def dead_letters_after_cut(call: int | None, seed: int) -> tuple[int, list[bytes]]:
@@ -217,28 +222,28 @@ def dead_letters_after_cut(call: int | None, seed: int) -> tuple[int, list[bytes
         await apply_retention(world)
         await apply_retention(world)
 
-    async def look(image: CrashFiles) -> list[bytes]:
+    async def start_and_check(image: CrashFiles) -> list[bytes]:
         second = World(image, clock, **SETTINGS)
         await second.start()
         try:
-            found = [one.body for one in await list_dead_letters(second)]
+            letters = [letter.body for letter in await list_dead_letters(second)]
             await apply_retention(second)
-            assert [one.body for one in await list_dead_letters(second)] == found
-            # Each is sent again once, wherever its row lies.
+            assert [letter.body for letter in await list_dead_letters(second)] == letters
+            # Each dead letter is resent once, wherever its row is stored.
             await second.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
-            assert sorted(await in_queue(second, AGAIN)) == sorted(found)
+            assert sorted(await in_queue(second, AGAIN)) == sorted(letters)
             await second.stop()
         finally:
             await second.abandon()
-        return found
+        return letters
 
     run(until_cut(world, files, live))
-    return files.calls, run(look(files.crash(seed, "random")))
+    return files.calls, run(start_and_check(files.crash(seed, "random")))
 
 
 @pytest.mark.slow
 def test_a_power_cut_during_retention_loses_no_dead_letter() -> None:
-    calls, found = dead_letters_after_cut(None, 1)
-    assert len(found) == 2
+    calls, letters = dead_letters_after_cut(None, 1)
+    assert len(letters) == 2
     for call in sorted({*np.random.default_rng(2).integers(calls // 2, calls, 40).tolist()}):
         assert len(dead_letters_after_cut(call, call)[1]) == 2, f"cut at call {call} of {calls}"

@@ -48,7 +48,7 @@ async def fill_a_segment(world: World) -> None:
 
 
 async def delivered_keys(world: World) -> list[str]:
-    """List the keys of delivered messages, without those of `fill_a_segment`."""
+    """List the keys of delivered messages, without the messages of `fill_a_segment`."""
     rows = (await world.outcome()).rows
     return sorted(row.key for row in rows if row.place.topic != "filler")
 
@@ -254,7 +254,7 @@ async def test_the_property_of_a_cascade_is_not_delivered(
     await move_on(world, 6)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert [text.strip("\x02") for text in column(rows, "properties")] == ["TIMING\x0108:00:00"] * 2
-    # The index counts these properties: one rebuilt from the log must count the same.
+    # The index counts the sizes of properties. An index that is rebuilt from the log must have the same sizes.
     queues = world.broker.tables.topics.get("orders").queues
     indexed = [queue.index.read(queue.index.min_offset, 10)["size"].tolist() for queue in queues]
     assert sorted(size for sizes in indexed for size in sizes) == sorted(stored_sizes(rows).tolist())

@@ -276,14 +276,14 @@ async def test_segments_are_removed_only_after_the_retention(world: World) -> No
     assert first_seq == 26, "the newest segment is removed too, because it is old"
     for low, high in world.broker.queues("filler").values():
         assert 0 < low <= high == 12
-    kept = [row.seq for row in (await world.outcome()).rows]
-    assert sorted(kept) == list(range(first_seq, 26))
+    remaining_seqs = [row.seq for row in (await world.outcome()).rows]
+    assert sorted(remaining_seqs) == list(range(first_seq, 26))
 
 
 @on_node(retention_ms=2 * MINUTE_MS, segment_bytes=4 * MIB)
 async def test_a_log_smaller_than_a_segment_is_removed_by_age(world: World) -> None:
     """Fifty minutes of little traffic, which a single segment would keep for months."""
-    kept = []
+    row_counts = []
     for minute in range(50):
         await world.send("a", [None, 30_000, DAY_MS, MINUTE_MS])
         await world.send_levels("levels", [1, 4])
@@ -292,12 +292,12 @@ async def test_a_log_smaller_than_a_segment_is_removed_by_age(world: World) -> N
         await world.checkpoint()
         await world.apply_retention()
         reader = world.broker.log.reader
-        kept.append(reader.next_seq - reader.first_seq)
+        row_counts.append(reader.next_seq - reader.first_seq)
         if minute % 20 == 10:
             await world.restart()
     # The rows of 1.5 times the retention and of the minute until the next pass, some 20 rows a minute. The timing of
     # threads changes the count by a few rows (measured: 30 to 34).
-    assert max(kept[10:]) <= max(kept[:10]) + 5 < 150, kept
+    assert max(row_counts[10:]) <= max(row_counts[:10]) + 5 < 150, row_counts
     segments = world.broker.log.reader.segments.all
     assert len(segments) <= 5 and world.clock.wall - segments[0].newest_append_ms <= 3 * MINUTE_MS
     await world.advance(DAY_MS)

@@ -138,14 +138,14 @@ async def test_a_listed_message_has_all_fields(world: World) -> None:
     columns = {"unique_key": ["one"], "keys": ["order-1 vip"], "tag": ["paid"], "body": [b"x" * 300]}
     first = (await world.broker.send(batch(delay_ms=[HOUR_MS], **columns))).first_seq
     due_ms = world.clock.wall + HOUR_MS
-    whole = PendingMessage(first, "orders", due_ms, "one", "order-1 vip", "paid", 300, None)
+    message = PendingMessage(first, "orders", due_ms, "one", "order-1 vip", "paid", 300, None)
     for request in (PageRequest(1), PageRequest(1, key="vip")):
-        assert await world.broker.listing.page(request) == PendingPage([whole], None)
+        assert await world.broker.listing.page(request) == PendingPage([message], None)
     await world.broker.reschedule(ids=["one"], due_ms=due_ms + 5)
     await world.compact()
     for request in (PageRequest(1), PageRequest(1, key="vip")):
         assert await world.broker.listing.page(request) == PendingPage(
-            [whole._replace(due_ms=due_ms + 5)], None
+            [message._replace(due_ms=due_ms + 5)], None
         )
     assert await world.broker.listing.page(PageRequest(1, key="one")) == PendingPage([], None)
 
@@ -211,7 +211,7 @@ def expected_buckets(world: World, by: str, from_ms: int, to_ms: int) -> dict[in
 
 
 async def check_counts(world: World) -> None:
-    """Compare a new count of all pending messages with the expected ones, for each unit of buckets."""
+    """Compare a new count of all pending messages with the expected messages, for each unit of buckets."""
     now_ms = world.clock.wall
     for by, buckets in (("second", 10_000), ("minute", 4_000), ("hour", 200), ("day", 9)):
         world.broker.forecast._counts.clear()
@@ -302,7 +302,7 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: Wor
 @on_node()
 async def test_a_forecast_with_no_or_too_many_buckets_is_refused(world: World) -> None:
     now_ms = world.clock.wall
-    # A window that begins within a second touches one bucket more.
+    # A window that begins within a second has one bucket more.
     for to_ms in (now_ms - HOUR_MS, now_ms + 10_002 * SECOND_MS):
         with pytest.raises(OutOfRange, match="1 to 10000"):
             await world.broker.forecast.counted("second", now_ms, to_ms)

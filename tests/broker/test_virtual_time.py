@@ -1,4 +1,4 @@
-"""An advance in steps: one for each deadline, with all its work done before the next one."""
+"""An advance in steps: one for each deadline, with all its work done before the next step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, t
         if step.released
     }
     assert released == {DAY_MS: [b"1d", b"1d"], 2 * DAY_MS: [b"2d"], 3 * DAY_MS: [b"3d"]}
-    # One step for each due time, and the last one to the target: none only to open or load messages ahead.
+    # One step for each due time, and the last step to the target. No step only opens or loads messages ahead.
     assert [step.now_ms - begin_ms for step in steps] == [DAY_MS, 2 * DAY_MS, 3 * DAY_MS, 4 * DAY_MS]
     assert [step.is_last for step in steps].count(True) == 1 and steps[-1].now_ms == begin_ms + 4 * DAY_MS
     assert node.broker.scheduling.scheduler.in_flight_rows == 0

@@ -98,7 +98,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 2 * TailCount.STEP), st.booleans()), m
 def test_the_tail_count_is_wrong_by_less_than_a_step(
     steps: list[tuple[int, bool]], data: st.DataObject
 ) -> None:
-    """Compare with a list of all appends. The watermark moves to any row, also to one between two marks."""
+    """Compare with a list of all appends. The watermark moves to any row, also to a row between two marks."""
     count, appends, next_seq, watermark = TailCount(1, 0), [], 1, 1
     for rows, moves_watermark in steps:
         next_seq += rows

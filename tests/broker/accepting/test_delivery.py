@@ -146,7 +146,7 @@ async def test_a_message_due_before_its_acceptance_is_not_late(world: World, row
 async def test_a_held_message_that_was_cancelled_gets_only_a_wake_up_beside_a_cancelled_one(
     world: World,
 ) -> None:
-    """One selection holds a topic, another cancels all messages. An undo of the cancel must restore the held one."""
+    """A selection holds a topic, another one cancels all messages. Its undo must restore the held message."""
     due_ms = world.clock.wall + HOUR_MS
     for topic in ("held", "free"):
         await world.broker.send(batch(1, topic=[topic], due_ms=[due_ms]))
@@ -340,7 +340,7 @@ async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
     keys, _ = await load_dispatched(world, [0])
     world.broker.delivery.lease_to_dispatcher(0)
     assert dispatched(world) == 0
-    await world.until(lambda: world.broker.schedule_statistics()["wheel_rows"] == 1, "it is loaded")
+    await world.until(lambda: world.broker.schedule_statistics()["wheel_rows"] == 1, "the message is loaded")
     await world.advance(SECOND_MS)
     assert await delivered(world) == keys
     assert world.broker.schedule_statistics()["fetched_rows"] == 0

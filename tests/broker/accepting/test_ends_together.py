@@ -100,7 +100,7 @@ def test_each_message_of_a_hand_out_has_its_end(
             await put(world, name, **changes)
         first_ms = progress(world, "plain").due_ms
         await world.advance(first_ms - world.clock.wall)
-        # One of the first occurrences is acknowledged, the others are not.
+        # Only the first occurrence of "done" is acknowledged.
         received = await world.broker.consuming.receive(
             ReceiveRequest(GROUP, TOPIC, invisible_ms=5 * EVERY_MS), 0
         )
@@ -159,7 +159,7 @@ def test_each_message_of_a_hand_out_has_its_end(
 
 @on_node()
 async def test_selected_messages_do_not_keep_hand_outs_small(world: World) -> None:
-    """Schedules make hand-outs small until the time of a rule is known, and hand-outs without rules end that."""
+    """Schedules make hand-outs small until the time of a rule is known, and hand-outs without rules grow again."""
     for number in range(20):
         await put(world, f"s{number}")
     due_ms = progress(world, "s0").due_ms - SECOND_MS

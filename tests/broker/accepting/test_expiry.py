@@ -1,4 +1,4 @@
-"""A message that would be released too late is cancelled or moved, wherever it waits, and no other message is."""
+"""A message that would be released too late is cancelled or moved, in each place. No other message is."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ async def test_held_bytes_are_limited_even_if_callers_disconnect(
         await edge.put([row(b"6")])
     await answers[0]
     await edge.put([row(b"123456")])
-    await edge.put([row(b"x" * 11)])  # a single request may be larger, because it delays no other one
+    await edge.put([row(b"x" * 11)])  # a single request may be larger, because it delays no other request
     assert edge.ingress.held_bytes == 0
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
     with pytest.raises(InvalidMessage):

@@ -88,7 +88,7 @@ class Client:
 
 
 def bodies(world: World) -> list[bytes]:
-    """The bodies of all messages in the log, also of scheduled ones."""
+    """The bodies of all messages in the log, also of scheduled messages."""
     reader = world.broker.log.reader
     kinds = [Kind.MESSAGE, Kind.SCHEDULED]
     return [
@@ -130,7 +130,7 @@ async def test_a_key_belongs_to_one_caller_and_to_the_content_of_its_messages(wo
     assert await client.send("a", batch(), one) != await client.send("a", batch(), two)
     with pytest.raises(Conflict, match="use a new key for each send"):
         await client.send("a", batch(body=[b"other"]), one)
-    # The time at which the client created its message does not matter, because a repeated send has a later one.
+    # The time at which the client created its message does not matter, because a repeated send is created later.
     assert await client.send("a", batch(born_ms=[7]), one) == await client.send("a", batch(), one)
     for key in ("", "x" * (limits.IDEMPOTENCY_KEY_BYTES_MAX + 1)):
         with pytest.raises(InvalidMessage, match="an idempotency key has 1 to 512 bytes"):
@@ -239,7 +239,7 @@ async def test_a_send_with_an_attempt_is_appended_if_no_earlier_message_is_pendi
     ):
         await client.put("a", other_rows, attempt="r1", anew=True)
     await world.broker.cancel(seqs=[first_seq + 1])
-    # Other messages may replace settled ones, but only on request.
+    # Other messages may replace settled messages, but only if the client asks for it.
     with pytest.raises(Conflict, match="ask to send again"):
         client.put("a", other_rows)
     assert await client.states("a", other_rows, "r1") == "created"
@@ -285,7 +285,7 @@ async def test_one_of_several_concurrent_attempts_is_appended(world: World) -> N
     assert sorted(outcomes[:3:2]) in (["created", "new"], ["exists", "exists"])
     assert outcomes[3] == "exists"
     assert bodies(world) == [b"body", b"body"]
-    # A request without `attempt` repeats the send that it finds, the earlier or the newer one.
+    # A request without `attempt` repeats the send that it finds, the earlier or the newer send.
     assert answers[3][2].states[0].state in ("cancelled", "waiting")
 
 
@@ -337,7 +337,7 @@ async def test_a_snapshot_contains_the_keys(world: World) -> None:
 
 
 async def send_three(world: World, answers: dict[str, tuple[int, int]]) -> None:
-    """Send two messages that are due now and one that is due later, and add the answers to `answers`."""
+    """Send two immediate messages and a message that is due later, and add the answers to `answers`."""
     client = Client(world)
     for key, delay_ms in (("a", None), ("b", HOUR_MS), ("c", None)):
         answers[key] = await client.send(key, batch(body=[key.encode()], delay_ms=[delay_ms]))

@@ -186,7 +186,7 @@ async def test_a_limit_begins_and_ends_while_messages_wait(world: World) -> None
 async def test_the_end_of_a_limit_shows_messages_when_it_is_durable(
     world: World, is_limited_again: bool
 ) -> None:
-    """If the topic gets another limit before that, its messages wait for the new one."""
+    """If the topic gets another limit before that, its messages wait for the new limit."""
     watched = await limited(world, 1)
     await send(world, [SECOND_MS] * 20)
     await watched.advance(SECOND_MS)
@@ -245,7 +245,7 @@ async def test_the_tools_of_rocketmq_set_and_keep_the_limit(world: World) -> Non
 
 @on_node(queues_per_topic=64)
 async def test_a_step_with_many_queues_reads_a_bounded_number_of_entries(world: World) -> None:
-    """All messages are shown nevertheless, in order (`Watched.look`)."""
+    """All messages are shown in order nevertheless (`Watched.look`)."""
     entries_max, queues, rows = 512, 64, 20_000
     watched = await limited(world, 100_000, queues=queues)
     queue_ids = np.random.default_rng(1).integers(0, queues, rows).tolist()

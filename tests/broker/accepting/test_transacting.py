@@ -33,7 +33,7 @@ def halves(rows: int = 1, more: dict[str, str] | None = None, **columns: Any) ->
 
 
 async def prepare(world: World, rows: int = 1, more: dict[str, str] | None = None, **columns: Any) -> int:
-    """Send half messages. Returns the number of the first one."""
+    """Send half messages. Returns the number of the first half message."""
     accepted, durable = world.broker.prepare_nowait(halves(rows, more, **columns))
     await durable
     return int(accepted.first_seq)

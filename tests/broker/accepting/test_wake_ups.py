@@ -1,4 +1,4 @@
-"""The rows of wake-ups, and the property that keeps what a sender has set."""
+"""The rows of wake-ups, and their property BASE, which keeps the due time and the version that a sender has set."""
 
 from __future__ import annotations
 

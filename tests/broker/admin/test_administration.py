@@ -23,7 +23,7 @@ async def test_topics_are_created_and_changed(world: World) -> None:
     a = topics.get("a")
     assert (a.read_queues, a.write_queues, a.filter_type) == (3, 2, "MULTI_TAG")
     assert a.config.attributes == {"message.type": "DELAY"} and topics.get("b").read_queues == 1
-    # New attributes are added to the present ones. All other settings are replaced.
+    # New attributes are added to the present attributes. All other settings are replaced.
     await admin.configure_topics(
         [TopicChange("a", TopicConfig(3, 3, READ), "+queue.type=SimpleCQ")], ANONYMOUS
     )

@@ -68,7 +68,7 @@ async def test_a_campaign_is_planned_running_and_finished_in_turn(world: World) 
     assert (planned.state, planned.rows, planned.ranges) == ("planned", 2, [])
     with pytest.raises(OutOfRange, match="is planned, and nothing of it is attached yet"):
         await change("spring", "resume")
-    assert (await change("spring", "plan", rows=9)).rows == 2  # it was planned before
+    assert (await change("spring", "plan", rows=9)).rows == 2  # a repeated plan changes nothing
     keys = await world.campaign("spring", "a", [SECOND_MS, HOUR_MS])
     assert state(world) == "running"
     assert (await change("spring", "pause")).state == "paused"
@@ -135,7 +135,7 @@ async def test_held_messages_can_be_cancelled_and_rescheduled(world: World) -> N
     assert await said(world, ids=keys[:1]) == ["already_cancelled"]
     assert (await world.broker.reschedule(ids=keys[1:2], delay_ms=SECOND_MS))[0].verdict == "rescheduled"
     await world.advance(SECOND_MS)
-    assert await delivered(world) == keys[1:2]  # it has left the campaign
+    assert await delivered(world) == keys[1:2]  # the rescheduled message is no longer held with its campaign
     assert await world.resume("spring", keys[2:]) == 4
     await world.settled()
     assert await delivered(world) == sorted(keys[1:])
@@ -232,7 +232,7 @@ async def test_a_cancel_that_fails_is_tried_again_and_does_not_stop_the_broker(
         patch.setattr(world.broker.campaign_changes, "_cancel_ranges", AsyncMock(side_effect=error))
         await world.broker.campaign_changes.finish_cancels()
     await world.advance(HOUR_MS)
-    # Not tried again without a command, because each try reads all files before the damaged one.
+    # Not tried again without a command, because each try reads all files before the damaged file.
     await world.broker.campaign_changes.finish_cancels()
     assert world.broker.campaigns("spring")[0].held_from_ms is not None
     spring = await world.broker.change_campaign("spring", "cancel")
@@ -436,7 +436,7 @@ async def test_a_resume_of_too_many_buckets_is_refused_before_a_file_is_written(
     assert await world.resume("spring", keys) == 3
 
 
-# `_attach_resumed` holds the lock of all attaches, so no other one can be under way.
+# `_attach_resumed` holds the lock of all attaches, so no other attach can be under way.
 @pytest.mark.parametrize(
     ("step", "amid_an_attach"),
     [

@@ -1,4 +1,4 @@
-"""The operations on schedules: what they append, what they refuse, and to whom; races between programs that put one."""
+"""The operations on schedules: their rows, refusals and permissions, and concurrent operations of several programs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_an_ended_schedule_takes_a_new_body(world: World) -> None:
     assert await put(world, rule=ONCE, body=b"new") == "unchanged"
     assert (progress(world), world.broker.pending_messages) == (before, 0)
     assert await put(world, rule=ONCE, body=b"new", topic="news") == "replaced"
-    # A new rule needs a time, and one with a time begins anew.
+    # A new rule must have a later time. A new rule with a later time begins now.
     with pytest.raises(InvalidDelay, match="no time later"):
         await put(world, rule={"at": ["2023-11-15T10:00"], "zone": "UTC"})
     assert await put(world) == "replaced"
@@ -511,7 +511,7 @@ async def test_the_history_includes_messages_in_earlier_topics_of_the_schedule(w
     assert [(place.state, place.topic) for place in places] == [
         ("visible", "news"), ("visible", "moved"), ("cancelled", None), ("visible", TOPIC),
     ]  # fmt: skip
-    # Only as far as the caller may look at these topics.
+    # The history leaves out messages in topics at which the caller may not look.
     reader = account("reader", {"news": "SUB"})
     past = await world.broker.schedules.history(NAME, reader)
     assert [len(each.places) for each in past[:4]] == [1, 0, 0, 0]
@@ -552,7 +552,7 @@ async def test_a_schedule_needs_the_right_to_send_to_its_topic(world: World) -> 
             await put(world, caller=caller)
     assert await put(world, caller=shop) == "created"
     with pytest.raises(Forbidden) as refused:
-        await put(world, caller=other, topic="news")  # it would end the occurrence of another topic
+        await put(world, caller=other, topic="news")  # this put would end an occurrence in another topic
     assert TOPIC not in str(refused.value)
     assert [shown.name for shown in (await schedules.page(9, "", None, reader)).schedules] == [NAME]
     assert (await schedules.page(9, "", None, other)).schedules == []

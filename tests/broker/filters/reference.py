@@ -218,7 +218,7 @@ def compare(signs: list[str], pairs: Any) -> Any:
 
 
 def in_order(tree: Tree) -> Tree:
-    """Exchange the limits of BETWEEN if the first is the larger one: such a text is refused, as in RocketMQ."""
+    """Exchange the limits of BETWEEN if the first limit is larger: the parser refuses this, as RocketMQ does."""
     kind, negated, value, low, high = tree
     if low[0] == high[0] == "value" and low[1] > high[1]:
         low, high = high, low

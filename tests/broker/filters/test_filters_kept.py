@@ -39,7 +39,7 @@ def test_the_cache_stays_near_its_limit_if_each_text_is_new(monkeypatch: pytest.
 
 
 def test_a_full_cache_takes_less_than_24_mib() -> None:
-    """A filter takes more memory than its text, which is what the limit counts."""
+    """The limit counts the characters of texts, and a filter takes more memory than its text."""
     filters = FilterCache()
     tracemalloc.start()
     try:

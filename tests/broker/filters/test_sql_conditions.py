@@ -1,4 +1,4 @@
-"""Conditions by example: the messages that each one selects. Random conditions: test_compiler.py."""
+"""Conditions by example: the messages that each condition selects. Random conditions: test_compiler.py."""
 
 from __future__ import annotations
 

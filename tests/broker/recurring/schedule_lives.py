@@ -64,7 +64,7 @@ async def compact(world: World) -> None:
 
 
 async def put(world: World, name: str = NAME, caller: Any = ANONYMOUS, **changes: Any) -> str:
-    """Put the schedule `facts_of(**changes)`. Return what has happened: "created", "replaced" or "unchanged"."""
+    """Put the schedule `facts_of(**changes)`. Return its outcome: "created", "replaced" or "unchanged"."""
     return (await world.broker.schedules.put(name, facts_of(**changes), caller))[1]
 
 

@@ -146,7 +146,7 @@ def test_aliases_and_other_spellings_have_the_times_of_their_fields(alias: str, 
 
 
 def test_the_rarest_date_of_a_calendar_is_found() -> None:
-    # 29 February 2000 was a Tuesday; the next one with a fifth Tuesday follows after 28 years, or 40 around 2100.
+    # 29 February 2000 was a Tuesday. The next such Tuesday follows after 28 years, or after 40 years around 2100.
     leap_days = dates("* 2 TUE#5", date(2000, 1, 1), date(2160, 1, 1))
     assert [day.year for day in leap_days] == [2000, 2028, 2056, 2084, 2124, 2152]
 

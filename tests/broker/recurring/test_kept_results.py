@@ -1,4 +1,4 @@
-"""Results of rules are cached, and those of long rules do not fill the memory."""
+"""Results of rules are cached, and the results of long rules do not fill the memory."""
 
 from __future__ import annotations
 

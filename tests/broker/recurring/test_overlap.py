@@ -1,4 +1,4 @@
-"""An occurrence is skipped while a group has not finished the previous one: when it is, and when it is not."""
+"""An occurrence is skipped while a group has not finished the previous occurrence, and only then."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from timeball.model.errors import InvalidMessage, InvalidName
 from timeball.model.message import Kind
 
 GROUP = "makers"
-# The facts of a schedule that skips an occurrence while the group has not finished the previous one.
+# The facts of a schedule that skips an occurrence while the group has not finished the previous occurrence.
 SKIP: dict[str, Any] = {"overlap": "skip", "group": GROUP}
 
 

@@ -79,7 +79,7 @@ def test_a_time_that_was_not_missed_is_next_with_every_catch_up(now_ms: int, cat
     ("now_ms", "catch_up", "minute"),
     [
         (35 * MINUTE_MS, "latest", 30), (35 * MINUTE_MS, "all", 10), (35 * MINUTE_MS, "none", 40),
-        # A time that is due now replaces the missed ones.
+        # A time that is due now replaces the missed times.
         (40 * MINUTE_MS + 5_000, "latest", 40), (40 * MINUTE_MS + 5_000, "none", 40),
         (40 * MINUTE_MS + 5_000, "all", 10),
     ],
@@ -295,7 +295,7 @@ async def test_a_frame_has_the_release_the_successor_and_the_progress(world: Wor
     assert [Kind.RELEASE, Kind.SCHEDULED, Kind.META] in kinds
 
 
-# ---- many schedules, and large ones --------------------------------------------------------------------------
+# ---- many schedules, and large schedules ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)
