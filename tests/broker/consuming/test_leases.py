@@ -347,7 +347,7 @@ async def test_a_queue_in_use_is_not_dropped_for_another_topic(
     leases = await empty_leases(world)
     used, idle = queue(world, leases, "a"), queue(world, leases, "b")
     topic = world.broker.tables.topics.get("orders")
-    leases.open("c", topic, [0], from_max=False, kept=[used])
+    leases.open("c", topic, [0], from_max=False, queues_in_use=[used])
     assert leases.get("a", "orders", 0) is used and leases.get("b", "orders", 0) is None
     assert idle.is_idle
 

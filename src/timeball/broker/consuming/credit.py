@@ -31,7 +31,7 @@ class Credit:
         return self._rows_max - self._held_rows
 
     def hold(self, leases: Leases, receipts: Iterable[Receipt]) -> None:
-        """Use credit for these messages until their leases end."""
+        """Use credit for these messages until their leases end. Receipts that are no longer valid use none."""
         for receipt in receipts:
             queue = leases.get(receipt.group, receipt.topic, receipt.queue_id)
             lease = None if queue is None else queue.lease_of(receipt.offset, receipt.pop_ms)
@@ -40,7 +40,7 @@ class Credit:
                 self._held_rows += 1
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until there is credit, at most `timeout_s`."""
+        """Wait until there is credit, at most `timeout_s` seconds. Returns in both cases."""
         self._freed.clear()
         if self.free_rows <= 0:
             try:
@@ -50,5 +50,6 @@ class Credit:
                 pass
 
     def _return(self) -> None:
+        """Return the credit of one message (`Lease.on_end`)."""
         self._held_rows -= 1
         self._freed.set()

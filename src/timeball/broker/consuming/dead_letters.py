@@ -133,7 +133,7 @@ class DeadLetters:
         return 0 if topic is None else sum(end - begin for _, begin, end in self._open_spans(group, topic))
 
     async def page(self, group: str, rows: int, after: str | None, caller: Caller) -> DeadLetterPage:
-        """List up to `rows` open dead letters, from the first or after a handle.
+        """List up to `rows` open dead letters: the first ones (`after` None), or those after the handle `after`.
 
         Raises Forbidden, GroupNotFound, InvalidMessage.
         """
@@ -162,8 +162,9 @@ class DeadLetters:
     ) -> Resolved:
         """Send open dead letters to the group again: those of these handles, or all (None). Durable on return.
 
-        With `where`, of all those that meet this SQL condition. Copies with a delay are pending until it ends. Raises
-        Forbidden, GroupNotFound, InvalidFilter, InvalidMessage, InvalidDelay, OutOfRange, OverLimit.
+        With `where` (only without handles), those that meet this SQL condition. Copies with a delay are pending until
+        the delay ends. Raises Forbidden, GroupNotFound, InvalidFilter, InvalidMessage, InvalidDelay, OutOfRange,
+        OverLimit.
         """
         self._policy.allow(caller, Verb.ADMIN)
         pace.check()
@@ -247,7 +248,7 @@ class DeadLetters:
     async def _matching(
         self, group: str, topic: Topic, positions: Sequence[Position], condition: Filter
     ) -> list[Position]:
-        """Choose the open positions whose dead letters meet a condition."""
+        """Choose those of these positions that are open and whose dead letters meet the condition."""
         positions = [position for position in positions if self._is_open(group, topic, position)]
         rows = await self._read(topic, positions)
         mask = await in_thread(self._reader_thread, _matches, rows, condition)
@@ -459,6 +460,7 @@ class DeadLetters:
     # -- positions ----------------------------------------------------------------------------------------------
 
     def _topic(self, group: str) -> Topic | None:
+        """Find the topic of a group's dead letters. None if the group has never had one."""
         return self._tables.topics.find_topic(retry.dead_letter_topic(group))
 
     def _open_spans(
@@ -479,6 +481,7 @@ class DeadLetters:
                 yield number, *span
 
     def _positions(self, group: str, topic: Topic, from_position: Position) -> Iterator[Position]:
+        """Yield the open positions from `from_position` on, in their order."""
         for queue, begin, end in self._open_spans(group, topic, from_position):
             for offset in range(begin, end):
                 yield queue, offset

@@ -122,7 +122,8 @@ class Subscriptions:
         now_ms, key = self._monotonic_ns() // 1_000_000, (group, topic)
         uses = self._uses.get(key)
         if uses is None:
-            uses = self._uses[key] = self._new_uses()
+            self._evict_oldest_uses()
+            uses = self._uses[key] = {}
         use = uses.get(filter_text)
         if use is None or now_ms - use.last_ms > WINDOW_MS:
             # Clients choose the texts, and each takes memory.
@@ -140,6 +141,7 @@ class Subscriptions:
         self._drain()
 
     def _drain(self) -> None:
+        """Record the filters of recent receives, sorted, so that the result does not depend on the order of a set."""
         recent, self.recent = self.recent, set()
         for group, topic, filter_text in sorted(recent):
             self.hear(group, topic, filter_text)
@@ -162,8 +164,8 @@ class Subscriptions:
         self._drain()
         return [group for group in sorted(self._topics_with_several) if self.conflicts(group)]
 
-    def _new_uses(self) -> dict[str, _FilterUse]:
-        """Build the uses of a new group and topic. Removes the oldest ones beyond KEYS_MAX."""
+    def _evict_oldest_uses(self) -> None:
+        """Remove the uses of the groups and topics recorded first, so that there is space for one more in KEYS_MAX."""
         # Clients choose the names, so the number of keys is limited. Removed keys that are in use are soon recorded
         # again.
         while len(self._uses) >= KEYS_MAX:
@@ -174,7 +176,6 @@ class Subscriptions:
             topics.discard(key[1])
             if not topics:
                 self._topics_with_several.pop(key[0], None)
-        return {}
 
     def _log_conflict(self, key: tuple[str, str], now_ms: int) -> None:
         """Log the conflict of a group and topic, if there is one that was not logged within LOG_EVERY_MS."""
@@ -230,6 +231,7 @@ class Consuming:
         rates: Rates,
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        """`on_failure` gets the error of a task or timer that cannot go on. Restores the leases from `tables`."""
         self._waiters, self._policy = waiters, policy
         self._clock, self._log, self._tables, self._threads, self._rates = clock, log, tables, threads, rates
         self._loop = asyncio.get_running_loop()
@@ -466,20 +468,22 @@ class Consuming:
         if subscription.max_per_key is not None and not request.in_order:
             self._select_by_key(request, selection, subscription.topic, queues)
         for queue in queues:
-            # A message in the retry topic has passed the filter before.
-            if selection.turn is None:
+            if selection.turn is None:  # otherwise `_select_by_key` has leased positions of all queues
+                # A message in the retry topic has passed the filter before.
                 selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
         if not selection.leased:
-            self.leases.store_all(selection.queues)  # with leases, after the read
+            self.leases.store_all(
+                selection.queues
+            )  # if there are leases, `_hand_out` does this after the read
         return selection
 
     def _select_by_key(
         self, request: ReceiveRequest, selection: Selection, topic: Topic, queues: Sequence[QueueLeases]
     ) -> None:
-        """Lease positions for a group with a limit of leases for each key, in the order of the log.
+        """Lease positions for a group with a limit of leases for each key, and begin the selection's turn.
 
-        Then begin the selection's turn.
+        The main topic is searched in the order of the log, and so is the retry topic, one after the other.
         """
         # The queues of a PRIORITY topic are searched one after another, because priority goes before the order of keys.
         if topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE:
@@ -518,7 +522,9 @@ class Consuming:
         for topic, queue_ids in reversed(topics) if turn % RETRY_TURN == 0 and not by_priority else topics:
             is_main = topic is main.topic
             from_max = request.from_max and is_main
-            queues = self.leases.open(request.group, topic, queue_ids, from_max=from_max, kept=ordered_queues)
+            queues = self.leases.open(
+                request.group, topic, queue_ids, from_max=from_max, queues_in_use=ordered_queues
+            )
             for queue in queues:
                 if queue.returned or queue.parked:
                     queue.drop_before(self._log.reader.first_seq)
@@ -551,7 +557,8 @@ class Consuming:
     async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
         """Read the rows of a selection. Removes the positions of rows that are not for this consumer.
 
-        If the filter or the group of a copy excludes a row, its position is done. Without a slot of its key, it waits.
+        If the filter excludes a row, or a copy is for another group, its position is done. A position without a slot of
+        its key waits for a slot.
         """
         seqs = [lease.seq for _, _, lease in selection.leased]
         rows, keep = await selected_rows(
@@ -604,7 +611,10 @@ class Consuming:
                 self._begin_save, self._begin_save_units = None, set()
 
     async def _hand_out(self, request: ReceiveRequest, selection: Selection) -> Received:
-        """Read the rows of a selection, and build the answer. If this fails, the positions can be leased again."""
+        """Read the rows of a selection, and build the answer. Raises OverLimit if the disk is full.
+
+        If this fails, the positions can be leased again.
+        """
         # Before the read: if the consumer disconnects during it, the positions must still come back.
         self._redelivery.add_deadlines(selection)
         try:
@@ -715,7 +725,7 @@ class Consuming:
         counts: bool = True,
         first: int = FIRST_RETRY_INDEX,
     ) -> Receipt | None:
-        """Give a message back for its next delivery in `delay_ms`, durably. Returns its receipt, or None if not valid.
+        """Give a message back for its next delivery in `delay_ms`, durably. Returns `receipt`, or None if not valid.
 
         Afterwards the receipt is not valid, except in an ordered group. The next delivery and the dead letter show the
         reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the group's retry policy decides, and `first` is
@@ -728,11 +738,14 @@ class Consuming:
         return receipt if is_valid else None
 
     async def dead_letter(self, receipt: Receipt, reason: str = "") -> bool:
-        """Move the message to the group's dead letters now, durably. False if the receipt is not valid."""
+        """Move the message to the dead letters now, durably. False if not valid. Raises OverLimit on a full disk."""
         return await self._settling.give_up(receipt, Return(reason=reason, is_dead=True))
 
     async def give_back(self, receipts: Sequence[Receipt]) -> None:
-        """Give back the messages of a consumer that disconnected without an answer. They count as failed attempts."""
+        """Give back the messages of a consumer that disconnected without an answer. They count as failed attempts.
+
+        An error is logged and not raised.
+        """
         try:
             await asyncio.gather(*(self.nack(receipt, None, CONSUMER_GONE) for receipt in receipts))
         except TimeballError as error:

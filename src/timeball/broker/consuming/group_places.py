@@ -70,18 +70,19 @@ def copy_of(row: Mapping[str, Any]) -> Copy | None:
 
 
 def copies_by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> dict[int, list[Copy]]:
-    """Group copies by the numbers (`seq`) of their messages, in the order of the log.
+    """Group copies by the numbers (`seq`) of their messages, each group in the order of the log.
 
-    `places`: the visible messages, by the number of their row.
+    `places`: the visible messages, by the number of their row. A copy that cannot be attributed to one of these
+    messages (see the module) is left out.
     """
-    message_of = {row: place.seq for row, place in places.items()}
-    newest = {place.topic: place.seq for _, place in sorted(places.items())}
+    message_of = {row: place.seq for row, place in places.items()}  # the number of the message of each row
+    newest_by_topic = {place.topic: place.seq for _, place in sorted(places.items())}
     by_number: dict[int, list[Copy]] = defaultdict(list)
     for copy in sorted(copies, key=lambda row_copy: row_copy.seq):
         # A copy comes after the row that it names, so `message_of` already contains that row.
         number = message_of.get(copy.source_seq) if copy.source_seq is not None else None
-        if number is None and copy.origin in newest:
-            number = newest[copy.origin]
+        if number is None and copy.origin in newest_by_topic:
+            number = newest_by_topic[copy.origin]
         if number is not None:
             message_of[copy.seq] = number
             by_number[number].append(copy)
@@ -201,5 +202,9 @@ class GroupPlaces:
 
 
 def _done_state(group: str, attempts: int) -> GroupPlace:
-    # A copy in the retry topic is for this group alone and has passed its filter, so it was handed out once more.
+    """Build the state of a message that a group has finished. `attempts`: as in `_state_at`.
+
+    A row with earlier attempts is a copy for this group alone, so it was handed out once more. A row without them may
+    have been skipped by the group's filter, so its number of attempts is 0.
+    """
     return GroupPlace(group, DONE, attempts + 1 if attempts else 0)

@@ -46,9 +46,13 @@ class _Key:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    keys: dict[str, _Key] = field(default_factory=dict)  # those with slots taken
+    """The keys and selections of one group."""
+
+    keys: dict[str, _Key] = field(default_factory=dict)  # the keys with slots taken
     parked_rows: int = 0
-    undecided: dict[Turn, None] = field(default_factory=dict)  # selections, in their order
+    undecided: dict[Turn, None] = field(
+        default_factory=dict
+    )  # the turns of undecided selections, in their order
 
     @property
     def is_idle(self) -> bool:
@@ -151,7 +155,7 @@ class KeyLimits:
         return admitted
 
     def free_slot(self, name: str, key: str) -> None:
-        """Give the slot of a lease that has ended to the next position of its key."""
+        """Free the slot of a lease that has ended, and give free slots of its key to positions that wait for them."""
         group = self._groups[name]
         slots = group.keys[key]
         slots.taken -= 1

@@ -91,12 +91,14 @@ class LeaseSaver:
     def build_change(self, queues: Sequence[QueueLeases], *, all_offsets: bool = False) -> Change:
         """Build the rows that save these queues, and delete the rows of orphaned parts.
 
-        The rows also save the changed offsets of the same groups and topics. With `all_offsets`, of all groups.
+        The rows also save the changed offsets of the same groups and topics or, with `all_offsets`, of all groups.
+        Forgets queues whose stored offset was changed elsewhere.
         """
+        # (group, topic) of each queue and of each orphaned part
         units = {_key_of(queue)[:2] for queue in queues} | {key[:2] for key in self._leases.orphaned_parts}
         # An offset that was changed elsewhere ends the leases of its queue, in the same frame.
-        moved = self._tables.offsets.moved()
-        for group, topic in moved if all_offsets else units & moved:
+        moved_units = self._tables.offsets.moved()
+        for group, topic in moved_units if all_offsets else units & moved_units:
             self._leases.forget_moved(group, topic)
         forgotten_queues = [queue for queue in queues if self._leases.get(*_key_of(queue)) is not queue]
         queues = [queue for queue in queues if self._leases.get(*_key_of(queue)) is queue]
@@ -117,6 +119,7 @@ class LeaseSaver:
         )
 
         def keep() -> None:
+            """Record in memory that the rows are appended."""
             changed.keep()
             for queue, numbers in saved_parts.items():
                 queue.saved_parts = numbers

@@ -137,9 +137,8 @@ class QueueLeases:
 
     @property
     def first_open(self) -> int:
-        """The first position that is not done."""
-        # A heap with late removal of done positions, because every request needs the first one and they end in any
-        # order.
+        """The first position that is not done. Removes done positions from the front of the heap."""
+        # Done positions are removed only here, because leases end in any order and every request needs the first one.
         order = self._order
         while order and not (
             order[0] in self.in_flight or order[0] in self.returned or order[0] in self.parked
@@ -149,7 +148,7 @@ class QueueLeases:
 
     @property
     def first_seq(self) -> int | None:
-        """The sequence number of the position that is leased next. None if there is none."""
+        """The sequence number of the message that is leased next. None if there is no message."""
         if self.returned:
             return self.returned[self._returned_order[0]].seq
         start = max(self.next_offset, self.index.min_offset)
@@ -304,15 +303,15 @@ class QueueLeases:
 
         Leased positions stay until their leases end.
         """
-        for waiting in (self.parked, self.returned):
-            removed = [offset for offset, lease in waiting.items() if lease.seq < first_seq]
+        for positions in (self.parked, self.returned):
+            removed = [offset for offset, lease in positions.items() if lease.seq < first_seq]
             self.count.free(len(removed))
             for offset in removed:
-                lease = waiting.pop(offset)
+                lease = positions.pop(offset)
                 self.mark_changed(offset, offset)
                 self._free_slot(lease)
-            if removed and waiting is self.returned:
-                self._returned_order = sorted(waiting)
+            if removed and positions is self.returned:
+                self._returned_order = sorted(positions)
 
     def restore(
         self,
@@ -395,15 +394,15 @@ class Leases:
         queue_ids: Iterable[int],
         *,
         from_max: bool,
-        kept: Collection[QueueLeases] = (),
+        queues_in_use: Collection[QueueLeases] = (),
     ) -> list[QueueLeases]:
-        """Find or create the leases of a group in these queues of a topic. Raises OverLimit.
+        """Find or create the leases of a group in these queues of a topic, in the order of `queue_ids`.
 
         With `from_max`, a group without a stored offset begins at the end of a queue, otherwise at its beginning.
-        `kept`: queues that the caller is using, which are not dropped even if they are idle.
+        `queues_in_use` are the caller's queues, which are not dropped even if they are idle. Raises OverLimit.
         """
         if len(self._queues) >= limits.POP_WINDOWS_MAX:
-            self._drop_idle_queues(kept)  # before the first one is opened
+            self._drop_idle_queues(queues_in_use)  # first, so that it drops none of the queues opened here
         stored = self._offsets.table.get(group, {}).get(topic.name, {})
         queues: list[QueueLeases] = []
         for queue_id in queue_ids:
@@ -416,11 +415,14 @@ class Leases:
     def _begin(
         self, group: str, topic: Topic, queue_id: int, offset: int | None, *, from_max: bool
     ) -> QueueLeases:
-        """Create the leases of a queue in which the group is new or its stored `offset` was changed."""
+        """Create the leases of a queue in which the group is new (`offset` None) or its stored offset was changed.
+
+        Stores the first offset of a new group. Raises OverLimit.
+        """
         key = (group, topic.name, queue_id)
         if key in self._queues:
             self._forget(key, self._queues[key])
-        # A topic's queues are few, so the limit may be exceeded by some.
+        # `open` drops idle queues only once for all queues of a topic, so the limit may be exceeded by their number.
         if len(self._queues) >= limits.POP_WINDOWS_MAX + limits.QUEUES_PER_TOPIC_MAX:
             raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
         index = topic.queues[queue_id].index
@@ -473,12 +475,12 @@ class Leases:
                 queue.mark_done(offset)
         self.store_all(was_full)
         if any(was_full.values()):
-            self._waiters.wake({queue.ends for queue, full in was_full.items() if full})
+            self._waiters.wake({queue.ends for queue, is_full in was_full.items() if is_full})
 
     def give_up(self, positions: list[LeasedPosition], pop_ms: int) -> None:
-        """End leases whose consumer has not seen the messages. Their positions are leased next.
+        """End the leases with this `pop_ms`, whose consumer has not seen the messages. Their positions are leased next.
 
-        `pop_ms`: of the leases. A lease with another one is left as it is.
+        A position that was settled or leased again meanwhile stays as it is.
         """
         for queue, offset, lease in positions:
             if queue.lease_of(offset, pop_ms) is lease:
@@ -486,12 +488,15 @@ class Leases:
         self._waiters.wake({queue.ends for queue, _, _ in positions})
 
     def store_all(self, queues: Iterable[QueueLeases]) -> None:
-        """Store the group's offsets in these queues."""
+        """Store the group's offset in each of these queues (`store`)."""
         for queue in queues:
             self.store(queue)
 
     def store(self, queue: QueueLeases) -> None:
-        """Store the group's offset in a queue. If it was changed elsewhere, the queue is forgotten instead."""
+        """Store the first open position of a queue as the group's offset.
+
+        If the stored offset was changed elsewhere, the queue is forgotten instead.
+        """
         group, topic, queue_id = key = (queue.group, queue.topic, queue.queue_id)
         if self._queues.get(key) is not queue:
             return
@@ -504,6 +509,7 @@ class Leases:
             queue.stored_offset = first_open
 
     def _add(self, key: Key, queue: QueueLeases) -> None:
+        """Add a queue to both indexes."""
         self._queues[key] = queue
         self._by_topic.setdefault(key[:2], set()).add(key[2])
 
@@ -523,16 +529,20 @@ class Leases:
             self.orphaned_parts[key] = self.orphaned_parts.get(key, set()) | queue.saved_parts
         self.count.changed.pop(queue, None)
 
-    def _drop_idle_queues(self, kept: Collection[QueueLeases]) -> None:
-        """Drop up to DROPPED_QUEUES idle queues, which have no state but their stored offset, except those in `kept`.
+    def _drop_idle_queues(self, queues_in_use: Collection[QueueLeases]) -> None:
+        """Drop up to DROPPED_QUEUES idle queues that are not in `queues_in_use`.
 
-        Raises OverLimit if there are none.
+        An idle queue has no state but its stored offset. Raises OverLimit if there is no queue to drop.
         """
-        idle = ((key, queue) for key, queue in self._queues.items() if queue.is_idle and queue not in kept)
-        dropped = list(itertools.islice(idle, DROPPED_QUEUES))
-        for key, queue in dropped:
+        idle_queues = (
+            (key, queue)
+            for key, queue in self._queues.items()
+            if queue.is_idle and queue not in queues_in_use
+        )
+        dropped_queues = list(itertools.islice(idle_queues, DROPPED_QUEUES))
+        for key, queue in dropped_queues:
             self._forget(key, queue)
-        if not dropped:
+        if not dropped_queues:
             raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
 
 

@@ -215,7 +215,8 @@ class LiveTail:
     ) -> tuple[bytes, Offsets] | None:
         """Read the messages from a position on. Returns them encoded, and the next position.
 
-        None if no message arrives within `wait_s` seconds. The bytes are empty if no message matches the tags.
+        None if no message arrives within `wait_s` seconds. The bytes are empty if no message matches the tags. Raises
+        as `begin`.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
@@ -282,6 +283,7 @@ class LiveTail:
         return data, reached_offsets or tuple(next_offsets)
 
     def _matching_seqs(self, selection: FilteredPull, tag_filter: Filter) -> np.typing.NDArray[np.int64]:
+        """List the numbers of the selected messages that match the filter (reader thread)."""
         return decide(selection, self._reader, tag_filter).seqs
 
     @staticmethod

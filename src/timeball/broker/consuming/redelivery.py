@@ -240,7 +240,10 @@ class Redelivery:
         return Returning(queue, offset, lease, how, lease.since_ms)
 
     async def write(self, returning: Sequence[Returning]) -> None:
-        """Write these messages to their groups again, durably. On an error, those not written are leased as before."""
+        """Write these messages to their groups again, durably. Raises OverLimit, and the errors of the log.
+
+        On an error, the messages that are not written are leased as before.
+        """
         # Consumers may wait for the end of these leases: for space in a full queue, or for an ordered queue.
         awaited_ends = {
             position.queue.ends
@@ -308,9 +311,9 @@ class Redelivery:
                 continue
             next_ms = self._deadlines.next_ms()
             # A machine gives no notice when it resumes from suspension, so the clock is read regularly (see ticker.py).
-            timeout = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_READ_MS) / 1000
+            timeout_s = None if next_ms is None else min(max(0, next_ms - now_ms), CLOCK_READ_MS) / 1000
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(timeout_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -392,22 +395,26 @@ class Redelivery:
             position.queue.mark_changed(position.offset, position.offset)
         change = self._saver.build_change(list({position.queue: None for position in returning}))
         scheduled = np.flatnonzero(prepared.column("kind").to_numpy() == Kind.SCHEDULED)
-        keys = [
+        # The group and the original topic of each scheduled copy.
+        units = [
             (position.queue.group, topic_of(position.queue.group, position.queue.topic))
             for position in (returning[index] for index in scheduled.tolist())
         ]
 
         def on_durable() -> None:
-            self._redeliveries.add(keys, appended.first_seq + scheduled)
+            self._redeliveries.add(units, appended.first_seq + scheduled)
 
         appended = self._appender.append(
-            pa.concat_batches([prepared, change.rows]), on_durable if keys else None, is_duration=True
+            pa.concat_batches([prepared, change.rows]), on_durable if units else None, is_duration=True
         )
         change.keep()
         await appended.durable
 
     async def _read(self, returning: list[Returning]) -> tuple[pa.RecordBatch, list[Returning]]:
-        """Read the rows of these positions. Returns the rows, and the positions without those in damaged frames."""
+        """Read the rows of these positions. Returns the rows, and the positions that they belong to.
+
+        A position whose frame is damaged is left out, and logged as lost.
+        """
         reader = self._log.reader
         seqs = np.array([position.lease.seq for position in returning], dtype=np.int64)
         try:
@@ -508,20 +515,20 @@ def _properties(rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: in
         for position in returning
     ):
         return redelivery_rows.properties_for(texts, queue.group, queue.topic, pop_ms)
-    added = [_added(position, now_ms) for position in returning]
+    new_properties = [_new_properties(position, now_ms) for position in returning]
     for index, position in enumerate(returning):
         if position.is_uncounted_nack:
-            added[index] |= redelivery_rows.uncounted_nack_property(texts[index].as_py())
-    return redelivery_rows.merge_properties_of_each(texts, added)
+            new_properties[index] |= redelivery_rows.uncounted_nack_property(texts[index].as_py())
+    return redelivery_rows.merge_properties_of_each(texts, new_properties)
 
 
-def _added(position: Returning, now_ms: int) -> dict[str, str]:
-    """Build the properties that are added to the copy of one message."""
+def _new_properties(position: Returning, now_ms: int) -> dict[str, str]:
+    """Build the properties that are added to the copy of one message, apart from the count of uncounted nacks."""
     queue, lease, how = position.queue, position.lease, position.how
-    added = redelivery_rows.copy_properties(queue.group, queue.topic, lease.pop_ms)
+    new_properties = redelivery_rows.copy_properties(queue.group, queue.topic, lease.pop_ms)
     if how.is_dead or how.reason is None:
-        return added | redelivery_rows.dead_letter_properties(how.reason or lease.nack_reason)
-    return added | redelivery_rows.nack_properties(how.reason, now_ms)
+        return new_properties | redelivery_rows.dead_letter_properties(how.reason or lease.nack_reason)
+    return new_properties | redelivery_rows.nack_properties(how.reason, now_ms)
 
 
 def _chunks(returning: Sequence[Returning]) -> Iterator[list[Returning]]:

@@ -139,7 +139,7 @@ class Retention:
         before_seq: int,
         lost_ranges: dict[tuple[str, int], tuple[int, int]],
     ) -> list[Expiry]:
-        """Count the messages of a topic that a group with these offsets loses. Returns one Expiry, or none.
+        """Count the messages of a topic that a group with these offsets (by queue) loses. Returns one Expiry, or none.
 
         `lost_ranges` caches the offsets [begin, end) of the rows before `before_seq`, by topic and queue.
         """

@@ -106,7 +106,7 @@ class Selection:
         free_rows = self._free_rows
         while heads and free_rows > 0:
             _, index = heapq.heappop(heads)
-            self._free_rows = 1
+            self._free_rows = 1  # `lease` takes one message
             # A queue without a result is full, or its next entries do not match the filter. It is left out.
             if self.lease(queues[index], wanted):
                 free_rows -= 1
@@ -114,7 +114,7 @@ class Selection:
                     heapq.heappush(heads, (seq, index))
         self._free_rows = free_rows
         self.has_more |= bool(heads)
-        self.queues = list(dict.fromkeys(self.queues))
+        self.queues = list(dict.fromkeys(self.queues))  # `lease` has added each queue once per call
 
     def _may_lease_in_order(self, queue: QueueLeases) -> bool:
         """Check whether an ordered group may lease here: no position is leased, or the request is a repetition.

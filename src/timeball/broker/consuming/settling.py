@@ -195,7 +195,7 @@ class Settling:
     def give_back(self, receipts: Iterable[Receipt]) -> None:
         """End leases that are no attempt: the consumer disconnected before it received the messages, or gave them back.
 
-        Their positions are handed out next.
+        Their positions are handed out next. Receipts that are not valid are ignored.
         """
         ended = set()
         for receipt in receipts:
@@ -206,9 +206,9 @@ class Settling:
         self._waiters.wake(ended)
 
     async def _return(self, requests: list[_Request]) -> Sequence[bool | TimeballError]:
-        """Write the messages of these requests to their groups again. One result each: True, or its error.
+        """Write the messages of these requests to their groups again, durably.
 
-        False if the receipt is not valid.
+        The result for each request is True, False if its receipt is not valid, or the error of its write.
         """
         returning: list[Returning | None] = []
         for request in requests:

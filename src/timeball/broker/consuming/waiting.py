@@ -60,10 +60,8 @@ class WaitingReceives:
     ) -> Selection | None:
         """Wait until a pass has leased messages for this request. Returns None at `deadline_s` on the loop's clock.
 
-        `topics`: those whose changes may bring messages (`mark`).
-
-        The selection may also be empty, if its queues have entries that were not searched yet. Raises OverLimit, and
-        the errors of `select`.
+        A change of one of `topics` starts a pass (`mark`). The selection may be empty if its queues have entries that
+        were not searched yet. Raises OverLimit, and the errors of `select`.
         """
         # The limit covers all lines, because each waiting consumer holds a task and a connection.
         if self.length >= limits.PULLS_WAITING_MAX:
