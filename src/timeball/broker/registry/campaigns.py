@@ -170,7 +170,7 @@ class Campaigns:
         return self.changed(attachment.job_id, facts)
 
     def _campaign_of(self, attachment: Attachment) -> CampaignFacts | None:
-        """Find the campaign whose files a bulk job attaches. None for other jobs, and for one without a campaign."""
+        """Find the campaign whose files a bulk job attaches. None for a job without a campaign."""
         return self._table.values.get(attachment.job_id) if attachment.job == "bulk" else None
 
 
@@ -249,7 +249,7 @@ class AttachState:
         self.reserved[first_seq] = rows
 
     def apply(self, attachment: Attachment, attach_seq: int, at_ms: int) -> None:
-        """Record that the row of this attach is durable."""
+        """Record that the row of this attach, `attach_seq`, is durable: its ranges are no longer reserved."""
         self.attach_seq = attach_seq
         if attachment.job == "compact":
             self.watermark = attachment.to_seq
@@ -300,7 +300,7 @@ class AttachState:
     ) -> None:
         """Raise InvalidMessage, NotFound, OutOfRange or OverLimit unless the attach fits the state of log and table.
 
-        `durable_seq`: the end of the durable log. `is_live`: whether a path is a file of the table.
+        `durable_seq`: the end of the durable log. `is_live` returns whether a path is a file of the table.
         """
         self._check_job_slot(attachment, now_ms)
         if attachment.job == "compact":
@@ -346,7 +346,7 @@ class AttachState:
                 )
         if sum(rows for _, rows in attachment.ranges) != attachment.rows:
             raise InvalidMessage(
-                f"the ranges hold {sum(r for _, r in attachment.ranges)} rows, the files {attachment.rows}"
+                f"the ranges hold {sum(rows for _, rows in attachment.ranges)} rows, the files {attachment.rows}"
             )
         ranges = sorted(attachment.ranges)
         for entry in attachment.files:

@@ -135,6 +135,7 @@ class RepeatedDeadLetters:
         return sorted(self._all(), key=lambda entry: entry.run.died_ms)
 
     def _all(self) -> Iterator[GroupRun]:
+        """Yield the runs of all groups and queues."""
         for group, queues in self._table.values.items():
             for queue, runs in queues.items():
                 for run in runs:
@@ -156,7 +157,7 @@ class RepeatedDeadLetters:
         return self._table.changed(
             [
                 # Without any run left, the group's key is deleted.
-                (group, {q: runs for q, runs in queues.items() if runs} or None)
+                (group, {queue: runs for queue, runs in queues.items() if runs} or None)
                 for group, queues in new_runs.items()
             ]
         )
@@ -264,8 +265,8 @@ class ExpiredMessages:
 
     def counted_to(self, group: str, topic: str) -> dict[int, int]:
         """Find, by queue, the offset up to which the expired messages of a group have been counted."""
-        known = self.topics(group).get(topic)
-        return {} if known is None else known.counted_to
+        expired_topic = self.topics(group).get(topic)
+        return {} if expired_topic is None else expired_topic.counted_to
 
     def is_deleted(self, group: str) -> bool:
         """Check whether an operator deleted this group but kept its offsets."""
@@ -281,8 +282,8 @@ class ExpiredMessages:
         self._table.put(self._updated_values(expiries, now_ms))
 
     def note_deleted(self, group: str, *, keeps_offsets: bool) -> None:
-        """Forget the counts of a group that an operator has deleted."""
-        # `is_deleted` makes retention ignore the kept offsets until the group is created again.
+        """Forget the counts of a group that an operator has deleted. With `keeps_offsets`, mark it as deleted."""
+        # The mark makes retention ignore the kept offsets until the group is created again.
         if keeps_offsets or group in self._table.values:
             self._table.put([(group, ExpiredFacts(is_deleted=True) if keeps_offsets else None)])
 
@@ -294,9 +295,9 @@ class ExpiredMessages:
         for group, topic, rows, counted_to in expiries:
             # A copy, because a refused append must not change the state in memory.
             topics = changed.setdefault(group, dict(self.topics(group)))
-            known = topics.get(topic, ExpiredTopic(0, 0))
+            before = topics.get(topic, ExpiredTopic(0, 0))
             # Offsets never decrease: a topic that is deleted and created again continues with the next offset.
-            topics[topic] = ExpiredTopic(known.rows + rows, now_ms, {**known.counted_to, **counted_to})
+            topics[topic] = ExpiredTopic(before.rows + rows, now_ms, {**before.counted_to, **counted_to})
         return [
             (group, ExpiredFacts(_drop_oldest(topics), self.is_deleted(group)))
             for group, topics in changed.items()

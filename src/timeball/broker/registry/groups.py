@@ -163,9 +163,8 @@ LEVELS_MS = (
     1 * _S, 5 * _S, 10 * _S, 30 * _S, 1 * _M, 2 * _M, 3 * _M, 4 * _M, 5 * _M, 6 * _M, 7 * _M, 8 * _M, 9 * _M,
     10 * _M, 20 * _M, 30 * _M, 1 * _H, 2 * _H,
 )  # fmt: skip
-FIRST_RETRY_INDEX = (
-    2  # index of a customised policy's first delay: RocketMQ's levels 1 and 2 are not for retries
-)
+# The index of a customised policy's first delay: RocketMQ's levels 1 and 2 are not for retries.
+FIRST_RETRY_INDEX = 2
 # Push consumers over gRPC use all delays of the list.
 PUSH_FIRST = 0
 POWER_MAX = 32
@@ -291,7 +290,7 @@ class Offsets:
         meta.register("offsets", self)
 
     def restore(self, name: str, value: bytes) -> None:
-        """Recovery: apply a row of offsets from the log."""
+        """Recovery: apply a row of offsets from the log. `name` is `<group>@<topic>`. An empty value deletes them."""
         if name == PARKED:
             return
         group, _, topic = name.partition("@")
@@ -362,16 +361,16 @@ class Offsets:
 
     def changed(self, units: Iterable[Unit] | None = None) -> Change:
         """Build rows with the changed offsets of these units. None: of all units."""
-        saved = set(self._changed) if units is None else self._changed.intersection(units)
+        saved_units = set(self._changed) if units is None else self._changed.intersection(units)
         encoded = self._meta.changed(
             (f"offsets/{group}@{topic}", self.table.get(group, {}).get(topic))
-            for group, topic in sorted(saved)
+            for group, topic in sorted(saved_units)
         )
 
         def keep() -> None:
             encoded.keep()
-            self._changed -= saved
-            self._moved -= saved
+            self._changed -= saved_units
+            self._moved -= saved_units
 
         return encoded._replace(keep=keep)
 

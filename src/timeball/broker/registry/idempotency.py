@@ -192,6 +192,7 @@ def check_same(content: str, use: KeyUse) -> None:
 
 
 def _hash(values: Sequence[object]) -> str:
+    """Hash a list of values, as hexadecimal text."""
     return hashlib.blake2b(msgspec.msgpack.encode(values), digest_size=_HASH_BYTES).hexdigest()
 
 
@@ -224,18 +225,22 @@ class IdempotencyKeys:
         return send if last_due_ms(send.first_seq, send.rows) > after_ms else None
 
     def changed(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
-        """Build the rows of keys that are used now, and those that delete the oldest keys beyond the limit."""
-        added: dict[str, KeyedSend | None] = dict(sends)
+        """Build the rows of keys that are used now, and of the oldest keys, which are deleted beyond the limit.
+
+        `sends`: the name of each key, and the send that uses it.
+        """
+        new_values: dict[str, KeyedSend | None] = dict(sends)
         values = self._table.values
         # A key that is used again is deleted first, so that it moves to the end, after older keys.
-        deleted = dict.fromkeys(name for name in added if name in values)
-        surplus = len(values) - len(deleted) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
-        deleted |= dict.fromkeys(islice((name for name in values if name not in deleted), max(0, surplus)))
-        changed = self._table.changed([*deleted.items(), *added.items()])
+        deletions = dict.fromkeys(name for name in new_values if name in values)
+        surplus = len(values) - len(deletions) + len(new_values) - limits.IDEMPOTENCY_KEYS_MAX
+        oldest_first = (name for name in values if name not in deletions)
+        deletions |= dict.fromkeys(islice(oldest_first, max(0, surplus)))
+        changed = self._table.changed([*deletions.items(), *new_values.items()])
 
         def keep_with_heap() -> None:
             changed.keep()
-            for name, send in added.items():
+            for name, send in new_values.items():
                 if send is not None and self._expiry_heap is not None:
                     heappush(self._expiry_heap, (send.last_ms, name))
 
@@ -251,8 +256,8 @@ class IdempotencyKeys:
         if expiry_heap is None or len(expiry_heap) > 2 * len(values) + STALE_MAX:
             expiry_heap = self._expiry_heap = [(send.last_ms, name) for name, send in values.items()]
             heapify(expiry_heap)
-        expired: list[str] = []
-        while expiry_heap and expiry_heap[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
+        expired_names: list[str] = []
+        while expiry_heap and expiry_heap[0][0] <= before_ms and len(expired_names) < DROPPED_AT_ONCE_MAX:
             end_ms, name = heappop(expiry_heap)
             send = values.get(name)
             # A stale entry: the key was deleted, or a newer send has used it, which has another entry.
@@ -263,6 +268,6 @@ class IdempotencyKeys:
             if rescheduled_ms > before_ms:
                 heappush(expiry_heap, (rescheduled_ms, name))
             else:
-                expired.append(name)
-        self._table.put((name, None) for name in dict.fromkeys(expired))
-        return len(expired)
+                expired_names.append(name)
+        self._table.put((name, None) for name in dict.fromkeys(expired_names))
+        return len(expired_names)

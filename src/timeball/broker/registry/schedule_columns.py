@@ -160,7 +160,7 @@ class Numbers:
         return bool((self.slots(np.asarray(numbers, np.int64)) >= 0).any())
 
     def change(self, numbers: Sequence[int], slots: Sequence[int], *, ended: int) -> None:
-        """Add pending occurrences with their slots. The numbers ascend and are larger than all others.
+        """Add pending occurrences. The numbers ascend and are larger than all others. `slots` begins with their slots.
 
         `ended`: how many occurrences have ended. The caller has replaced their numbers in the column.
         """
@@ -219,7 +219,7 @@ class Names:
         return self._order[:]
 
     def add(self, name: str, slot: int, *, is_recovery: bool) -> None:
-        """Add a new name."""
+        """Add a new name. During a recovery, the names are sorted at its end."""
         if is_recovery:
             self._unsorted[name] = slot
         else:
@@ -370,7 +370,7 @@ class ScheduleColumns:
         if slot is not None:
             self.size_bytes -= self._size(slot)
             self.set_progress([slot], [(FREE, *(0 for _ in INT_COLUMNS))], [b""])
-            # While the slot has its text, which the search for the name reads.
+            # Before the sweep, because the search for the name reads the text of the slot.
             self.names.remove(name)
             self._free.append(slot)
             self._sweep()

@@ -165,8 +165,8 @@ _STATES = tuple(State)
 Bools = npt.NDArray[np.bool_]
 
 
-def _encoded(facts: ScheduleFacts) -> tuple[bytes, bytes]:
-    """Encode facts for the columns: template and plan."""
+def _encode_facts(facts: ScheduleFacts) -> tuple[bytes, bytes]:
+    """Encode facts for the columns. Returns (template, plan)."""
     template = Template(facts.topic, facts.body, facts.tag, facts.keys, facts.properties)
     plan = _Plan(bytes(facts.rule), facts.catch_up, facts.catch_up_within_ms, facts.group)
     return _encode(template), _encode(plan)
@@ -278,10 +278,10 @@ class Schedules:
 
     def get(self, name: str) -> Schedule:
         """Find a schedule. Raises NotFound."""
-        found = self.find(name)
-        if found is None:
+        schedule = self.find(name)
+        if schedule is None:
             raise NotFound(f"no schedule {name[: limits.GROUP_BYTES_MAX]!r}")
-        return found
+        return schedule
 
     def planned(self) -> Planned:
         """Copy the data from which the later occurrences of all schedules follow (`topic_of`, `rule_of`).
@@ -375,6 +375,7 @@ class Schedules:
         )  # fmt: skip
 
         def keep() -> None:
+            """Change the progress in memory, in whole columns."""
             values: dict[str, Int64Array | int] = {
                 "after_ms": many.due_ms, "number": first_seq + np.arange(count), "due_ms": due_ms, "at_ms": now_ms,
                 "runs": many.runs + 1, "last_due_ms": many.due_ms, "last_ms": now_ms,
@@ -400,7 +401,7 @@ class Schedules:
         facts.check()
         if previous is None and len(self) >= limits.SCHEDULES_MAX:
             raise OverLimit(f"{limits.SCHEDULES_MAX} schedules exist; delete some first")
-        if self.size_bytes + sum(map(len, _encoded(facts))) > limits.SCHEDULES_BYTES_MAX:
+        if self.size_bytes + sum(map(len, _encode_facts(facts))) > limits.SCHEDULES_BYTES_MAX:
             raise OverLimit(f"all schedules have {self.size_bytes} bytes; delete some, or use smaller bodies")
 
     def changed(self, entries: Sequence[Entry]) -> Change:
@@ -413,6 +414,7 @@ class Schedules:
             pairs.append((f"{_PROGRESS}/{name}", b"" if progress is None else encode_progress(progress)))
 
         def keep() -> None:
+            """Apply the changes in memory."""
             # All progress at the end, together, so that a release changes whole columns.
             slots, new_progress = list[int](), list[Progress]()
             for name, progress, facts, entry_slot in entries:
@@ -437,7 +439,8 @@ class Schedules:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _put(self, name: str, facts: ScheduleFacts) -> int:
-        return self._columns.put(name, *_encoded(facts))
+        """Add a schedule, or replace its facts. Returns its slot in the columns."""
+        return self._columns.put(name, *_encode_facts(facts))
 
     def _set(self, slots: Sequence[int], progress: Sequence[Progress]) -> None:
         """Set the progress of the schedules in these slots."""

@@ -206,6 +206,7 @@ def with_names(rows: pa.RecordBatch, values: Mapping[str, Callable[[], pa.Array]
 
 
 def _text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Convert a column of text, also a dictionary or one in chunks, to an array of strings."""
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return column if column.type == pa.string() else column.cast(pa.string())
 
@@ -399,6 +400,7 @@ class Woken:
         return [run.columns for run in self._runs]
 
     def _replace_runs(self, runs: list[_WokenRun]) -> None:
+        """Replace all runs at once, and compute `earlier_ms` from them."""
         self._runs = tuple(runs)
         self.earlier_ms = max((run.earlier_ms for run in runs), default=0)
 
@@ -415,14 +417,14 @@ class Selected:
         """Combine selections. Includes the one named `keep`, even if it has no effect any more."""
         # The order of the log decides which selections a message belongs to.
         ordered = sorted(facts_by_name.items(), key=lambda entry: entry[1].seq)
-        accepted = [facts.seq for _, facts in ordered]
+        accepted_seqs = [facts.seq for _, facts in ordered]
         # A selection that was undone before another one was accepted has no effect any more.
         ordered = [
             (name, facts)
             for name, facts in ordered
             if not facts.is_undone
             or name == keep
-            or any(facts.seq < seq < facts.undone_seq for seq in accepted)
+            or any(facts.seq < seq < facts.undone_seq for seq in accepted_seqs)
         ]
         self.names = [name for name, _ in ordered]
         self.woken = Woken() if woken is None else woken
@@ -669,9 +671,12 @@ class Selections:
         return name in self._over
 
     def put(self, name: str, facts: SelectionFacts) -> None:
-        """Append a selection, or its new state. Raises OverLimit if there are too many."""
+        """Append a selection, or its new state.
+
+        If there are too many selections, deletes the oldest one that is over. Raises OverLimit if none is over.
+        """
         changes: list[tuple[str, SelectionFacts | None]] = [(name, facts)]
-        # Only one that is over may be deleted. Without its row, the messages of another one would be pending again.
+        # Without its row, the messages of a selection that is not over would be pending again.
         if name not in self._table.values and len(self._table.values) >= limits.SELECTIONS_MAX:
             oldest = next((selection for selection in self.all() if selection in self._over), None)
             if oldest is None:
@@ -688,7 +693,7 @@ class Selections:
     def exclude(self, ranges: Ranges) -> None:
         """Remove the messages of these ranges (first_seq, rows) from all selections that do not cancel."""
         for name, facts in self.selected_facts().items():
-            new_ranges = [each for each in ranges if each not in facts.absent]
+            new_ranges = [number_range for number_range in ranges if number_range not in facts.absent]
             if facts.action != "cancel" and new_ranges:
                 self.put(name, msgspec.structs.replace(facts, absent=[*facts.absent, *new_ranges]))
 
@@ -721,7 +726,7 @@ class Selections:
         self._counted.clear()
 
     def ended(self, name: str, rows: int) -> None:
-        """Record that so many messages of a selection got CANCEL rows."""
+        """Record that `rows` messages of a selection got CANCEL rows."""
         self._ended[name] += rows
 
     def mark_over(self, settled_before_ms: int) -> None:
@@ -729,11 +734,11 @@ class Selections:
 
         All messages due before `settled_before_ms` are settled.
         """
-        over = frozenset(
+        over_names = frozenset(
             name for name, facts in self._table.values.items() if facts.is_over(settled_before_ms)
         )
-        if over != self._over:
-            self._over, self._selected = over, None
+        if over_names != self._over:
+            self._over, self._selected = over_names, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,8 @@ class Drains:
     """The drain of this group, and the drains of other groups to it. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._out, self._adopted = (
-            MetaTable(meta, "drain", DrainFacts),
-            MetaTable(meta, "adopted", AdoptedFacts),
-        )
+        self._out = MetaTable(meta, "drain", DrainFacts)
+        self._adopted = MetaTable(meta, "adopted", AdoptedFacts)
 
     @property
     def out(self) -> DrainFacts | None:
@@ -98,7 +96,7 @@ class Drains:
         return self._out.changed([(DRAIN_OUT, facts)])
 
     def adopted(self, source: str) -> AdoptedFacts | None:
-        """Find the last transfer that this group has adopted from `source`."""
+        """Find the last transfer that this group has adopted from the group `source`. None if there is none."""
         return self._adopted.values.get(source)
 
     def adoption_row(self, source: str, facts: AdoptedFacts) -> Change:

@@ -113,7 +113,7 @@ def apply_attribute_changes(current: dict[str, str], changes: str) -> dict[str, 
             raise RequestError(f"unsupported attribute {name[:80]!r}: there are {', '.join(ATTRIBUTES)}")
         if sign == "-":
             result.pop(name, None)
-        elif value in allowed if name != MAX_PER_SECOND else parse_rate(value):
+        elif parse_rate(value) if name == MAX_PER_SECOND else value in allowed:
             result[name] = value
         else:
             raise RequestError(f"attribute {name}={value[:80]!r}: it is one of {', '.join(sorted(allowed))}")
@@ -384,7 +384,10 @@ class Topics:
         filter_type: FilterType | None = None,
         made_by: str = "",
     ) -> Topic:
-        """Create a topic or change its configuration. Raises RequestError or OverLimit, and then change nothing."""
+        """Create a topic or change its configuration. `filter_type` and `made_by`: as for `ensure`.
+
+        Raises OutOfRange for an invalid number of queues, and the errors of `ensure`. An error changes nothing.
+        """
         check_config(config)
         # The topic needs the larger number of queues, even if readers or writers see fewer.
         queues = max(config.read_queues or 0, config.write_queues or 0)
@@ -496,7 +499,7 @@ class Topics:
         """
         codes, names = codes_of(rows.column("topic"))
         queue_ids, offsets = (
-            rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset")
+            rows.column(name).to_numpy().astype(np.int64) for name in ("queue_id", "queue_offset")
         )
         topics = [self._find_existing(name) for name in names]
         tags = index_tags(rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics])
@@ -526,7 +529,7 @@ class Topics:
         self.indexes.seal_if_large(int(seqs[-1]) + 1)
 
     def forget(self, first_seq: int) -> None:
-        """Delete index files with only rows before `first_seq`, which retention has removed. Blocking."""
+        """Delete index files with only rows before `first_seq`, which retention has removed. Blocks on the disk."""
         for name in self.indexes.forget(first_seq):
             self._files.remove(name)
 
@@ -557,7 +560,7 @@ class Topics:
         return topic
 
     def _revive(self, topic: Topic, queues: int) -> None:
-        """Create a deleted topic again: old messages stay hidden, and the offsets continue."""
+        """Create a deleted topic again, with `queues` queues. Old messages stay hidden, and the offsets continue."""
         topic.deleted = False
         topic.configure(TopicConfig(queues, queues), queues)
         _hide_deleted(topic)
@@ -637,17 +640,20 @@ def index_tags(
 
 
 def _tag_values(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
-    """Compute the hash of each tag, or its mask in a MULTI_TAG topic. 0 without a tag."""
+    """Compute the hash of each tag, or its mask in a MULTI_TAG topic. 0 without a tag.
+
+    `codes` and `multi_tag`: as for `index_tags`.
+    """
     if tags.null_count == len(tags):
         return np.zeros(len(tags), dtype=np.int64)
     # Hash each distinct tag once: a batch of ten thousand rows has only a few.
     text_index, texts = codes_of(filled(tags, ""))
     values = np.array([tag_hash(text) for text in texts], dtype=np.int64)[text_index]
-    multiple = np.flatnonzero(multi_tag)
-    if len(multiple):
+    multi_tag_codes = np.flatnonzero(multi_tag)
+    if len(multi_tag_codes):
         # Computed for all rows, because a batch may mix topics of both types.
         masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[text_index]
-        values = np.where(np.isin(codes, multiple), masks, values)
+        values = np.where(np.isin(codes, multi_tag_codes), masks, values)
     return values
 
 
@@ -701,7 +707,9 @@ def rebuild_entries(
     begin = max(first_seq, reader.first_seq)
     for rows in reader.coalesced(begin, next_seq, None, BATCH_ROWS, COLUMNS, placed=True):
         codes, names = codes_of(rows.column("topic"))
-        queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
+        queue_id, offset = (
+            rows.column(name).to_numpy().astype(np.int64) for name in ("queue_id", "queue_offset")
+        )
         entries = np.empty(rows.num_rows, ENTRY)
         entries["seq"], entries["size"] = rows.column("seq").to_numpy(), stored_sizes(rows)
         entries["tag"] = index_tags(rows, codes, names, [is_multi_tag(name) for name in names])

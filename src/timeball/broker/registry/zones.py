@@ -56,9 +56,8 @@ class ZoneFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tzdata: str
     zones: dict[str, ZoneUse] = {}
-    update: ZoneUpdate | None = (
-        None  # the last update. It is not finished if its `after` differs from `tzdata`
-    )
+    # The last update. It is not finished if its `after` differs from `tzdata`.
+    update: ZoneUpdate | None = None
 
 
 class _Rule(msgspec.Struct):
@@ -95,7 +94,7 @@ class Zones:
         recorded = facts.zones.get(zone)
         if zone == UTC or (recorded is not None and due_ms <= recorded.until_ms):
             return
-        until_ms = -(-due_ms // _STEP_MS) * _STEP_MS
+        until_ms = -(-due_ms // _STEP_MS) * _STEP_MS  # rounded up
         # A recorded hash stays until an update has moved the messages that were sent by these rules.
         rules = rules_hash(zone) if recorded is None else recorded.rules
         if rules:
