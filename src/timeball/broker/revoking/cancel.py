@@ -89,10 +89,10 @@ FEW_ROWS = 64  # for more rows, columns cost less
 async def settle(look_ups: LookUps, names: Names, act: Act, *, ends_selected: bool = False) -> list[Verdict]:
     """Look up the names, and call `act` for the messages that are not settled yet.
 
-    `ends_selected`: call it also for messages that a selection has cancelled. The result is as of `list_verdicts`: a
-    verdict for each message found, and for each name without a message.
+    `ends_selected`: call it also for messages that a selection has cancelled. Returns the verdicts of all messages
+    found, and a verdict for each name without a message (`list_verdicts`).
 
-    Raise OutOfRange for too many names, InvalidMessage for an invalid key, and the errors of `LookUps.look_up` and
+    Raises OutOfRange for too many names, InvalidMessage for an invalid key, and the errors of `LookUps.look_up` and
     `act`.
     """
     names.check()
@@ -147,11 +147,10 @@ async def _settle_selected(
     ended = dict[int, Verdict]()
     if end is not None:
         await end(chosen, ended)
-        # The others became due meanwhile, which has ended them with a CANCEL row. The next look-up finds that row.
+        # Messages without a verdict became due meanwhile, and so got a CANCEL row. The next look-up finds that row.
         chosen = [candidate for candidate in chosen if candidate.number in ended]
-    verdicts.update(
-        (c.number, Verdict("", CANCELLED, c.number, selected[c.number].facts.at_ms)) for c in chosen
-    )
+    for number in [candidate.number for candidate in chosen]:
+        verdicts[number] = Verdict("", CANCELLED, number, selected[number].facts.at_ms)
     return ended
 
 
@@ -181,6 +180,8 @@ def _list_and_free(
 
 
 class _LoneCancel(NamedTuple):
+    """A request to cancel the messages with one id."""
+
     message_id: str
     topic: str | None
     caller: Caller
@@ -235,6 +236,7 @@ class LoneCancels:
         has_acted = False
 
         async def act(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
+            """Cancel these messages (an `Act`), and remember that an attempt was made."""
             nonlocal has_acted
             has_acted = True
             await self._act_for(caller)(candidates, verdicts)
@@ -275,20 +277,21 @@ async def cancel(
     async for part in _cancel_slices(candidates, successors):
         now_ms = clock.now_ms()
         was_pending = cancel_pending(part, scheduler=scheduler).tolist()
-        pending = [c for c, is_pending in zip(part, was_pending, strict=True) if is_pending]
+        pending = [candidate for candidate, is_pending in zip(part, was_pending, strict=True) if is_pending]
         if not pending:
             continue
+        numbers = [candidate.number for candidate in pending]
         # An operator may name a retry topic. The redelivery counts of its messages end with the messages.
-        redeliveries.end(np.array([c.number for c in pending], dtype=np.int64))
+        redeliveries.end(np.array(numbers, dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
-        continuation = successors.after_end([c.number for c in pending], now_ms)
+        continuation = successors.after_end(numbers, now_ms)
         commits.append(
             appender.append_few(cancel_rows(pending, now_ms, by))
             if len(pending) <= FEW_ROWS and continuation is None
             else appender.append(cancel_columns(pending, now_ms, by), continuation=continuation).durable
         )
         rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in pending))
-        verdicts.update((c.number, Verdict("", "cancelled", c.number, now_ms)) for c in pending)
+        verdicts.update((number, Verdict("", "cancelled", number, now_ms)) for number in numbers)
         if len(commits) > SLICES_IN_FLIGHT_MAX:
             await commits.popleft()
     for durable in commits:
@@ -319,10 +322,11 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
     properties = cancel_properties(by)
     return [
         cancel_row(
-            topic=c.topic, source_seq=c.number, due_seq=c.seq, due_ms=c.due_ms, store_ms=now_ms, keys=c.keys,
-            unique_key=c.unique_key, properties=properties, accepted_ms=c.accepted_ms,
+            topic=candidate.topic, source_seq=candidate.number, due_seq=candidate.seq, due_ms=candidate.due_ms,
+            store_ms=now_ms, keys=candidate.keys, unique_key=candidate.unique_key, properties=properties,
+            accepted_ms=candidate.accepted_ms,
         )
-        for c in chosen
+        for candidate in chosen
     ]  # fmt: skip
 
 
@@ -331,7 +335,7 @@ def cancel_columns(
 ) -> pa.RecordBatch:
     """Build the rows of `cancel_rows` as columns of LOG_SCHEMA. The rows also have the `reason`."""
     due_ms, version = due_version_columns(chosen)
-    number = np.array([c.number for c in chosen], dtype=np.int64)
+    number = np.array([candidate.number for candidate in chosen], dtype=np.int64)
     return build_rows(
         len(chosen),
         kind=int(Kind.CANCEL),
@@ -342,7 +346,7 @@ def cancel_columns(
         properties=cancel_properties(by, reason),
         due_ms=due_ms,
         **{
-            name: [getattr(c, name) for c in chosen]
+            name: [getattr(candidate, name) for candidate in chosen]
             for name in ("topic", "keys", "unique_key", "accepted_ms")
         },
     )
@@ -366,25 +370,25 @@ def list_verdicts(
     by_subject: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in lookup.candidates:
         by_subject[candidate.subject].append(candidate)
-    result = list[Verdict]()
-    cancelled_numbers = set[int]()  # messages whose verdict `cancelled` is in `result`
+    verdicts = list[Verdict]()
+    cancelled_numbers = set[int]()  # messages whose verdict `cancelled` is in `verdicts`
     for subject in subjects:
         settled_now, settled_before = list[Verdict](), list[Verdict]()
         for candidate in by_subject.get(subject, []):
-            found = verdict_by_number[candidate.number]
+            outcome = verdict_by_number[candidate.number]
             # For a message named twice, the second verdict is `already_cancelled`.
-            verdict = CANCELLED if candidate.number in cancelled_numbers else found.verdict
-            if _is_superseded(candidate, verdict, found.at_ms, by_subject[subject]):
+            word = CANCELLED if candidate.number in cancelled_numbers else outcome.verdict
+            if _is_superseded(candidate, word, outcome.at_ms, by_subject[subject]):
                 continue
-            if verdict == "cancelled":
+            if word == "cancelled":
                 cancelled_numbers.add(candidate.number)
-            listed = settled_now if verdict in ("cancelled", "rescheduled") else settled_before
-            listed.append(Verdict(subject, verdict, found.seq, found.at_ms, found.due_ms))
+            settled = settled_now if word in ("cancelled", "rescheduled") else settled_before
+            settled.append(Verdict(subject, word, outcome.seq, outcome.at_ms, outcome.due_ms))
         # Every name gets a verdict, even if it has no scheduled message.
-        result += [*_newest_first(settled_now), *_newest_first(settled_before)] or [
+        verdicts += [*_newest_first(settled_now), *_newest_first(settled_before)] or [
             _missing_verdict(subject, lookup)
         ]
-    return result
+    return verdicts
 
 
 def _newest_first(verdicts: list[Verdict]) -> list[Verdict]:
@@ -412,6 +416,7 @@ def _is_superseded(
 
 
 def _missing_verdict(subject: str, lookup: LookupResult) -> Verdict:
+    """Build the verdict of a name without a message: `not_found`, or `expired` for a number that was in use."""
     seq = lookup.expired_numbers.get(subject)
     return Verdict(subject, "not_found" if seq is None else "expired", seq)
 
@@ -419,10 +424,10 @@ def _missing_verdict(subject: str, lookup: LookupResult) -> Verdict:
 async def recheck_unsettled(
     look_ups: LookUps, unsettled: Sequence[Candidate], verdicts: dict[int, Verdict]
 ) -> list[Candidate]:
-    """Look up again the messages that `act` did not settle, and add their verdicts to `verdicts`.
+    """Look up again the messages that `act` did not settle, and add the verdicts of those that ended to `verdicts`.
 
-    The result contains the messages that have moved, to another due time or to another row. The caller tries them
-    again.
+    Returns the other messages, which have moved to another due time or another row, at their new places. The caller
+    tries them again.
     """
     if not unsettled:
         return []
@@ -435,13 +440,14 @@ async def recheck_unsettled(
         current_by_number = {candidate.number: candidate for candidate in lookup.candidates}
         async for candidates in in_slices(part):
             for before in candidates:
-                now, end = current_by_number.get(before.number), lookup.settled.get(before.number)
+                number = before.number
+                current, end = current_by_number.get(number), lookup.settled.get(number)
                 if end is not None:
-                    verdicts[before.number] = Verdict("", end.verdict, before.number, end.at_ms)
-                elif now is not None and (now.seq, now.at_seq) != (before.seq, before.at_seq):
-                    remaining.append(now)  # it was moved, or retention removed the row with its body
+                    verdicts[number] = Verdict("", end.verdict, number, end.at_ms)
+                elif current is not None and (current.seq, current.at_seq) != (before.seq, before.at_seq):
+                    remaining.append(current)  # it was moved, or retention removed the row with its body
                 else:
-                    verdicts[before.number] = _remembered_verdict(look_ups.outcomes, before)
+                    verdicts[number] = _remembered_verdict(look_ups.outcomes, before)
     return remaining
 
 
@@ -488,7 +494,7 @@ def encode_handle(topic: str, broker_name: str, due_ms: int, unique_key: str) ->
 
 
 def decode_handle(text: str) -> Handle:
-    """Decode a handle, with or without base64 padding. Raise InvalidMessage."""
+    """Decode a handle, with or without base64 padding. Raises InvalidMessage."""
     if len(text) > HANDLE_CHARACTERS_MAX:
         raise InvalidMessage(
             f"a recall handle of {len(text)} characters; {HANDLE_CHARACTERS_MAX} is the most"
@@ -538,7 +544,7 @@ async def recall(
     handle that is too late, unknown, or older than the broker remembers is refused, and the error text states which.
     (RocketMQ stores a deletion mark without a search for the message, so each recall before the due time succeeds.)
 
-    Raise NotFound for an unknown topic, InvalidMessage for an invalid handle or a handle of another topic or broker,
+    Raises NotFound for an unknown topic, InvalidMessage for an invalid handle or a handle of another topic or broker,
     and RecallRefused if the message cannot be cancelled.
     """
     if topics.find_topic(topic) is None:
@@ -566,6 +572,7 @@ async def recall(
 
 
 def _is_handed_over(verdict: Verdict, *, drains: Drains) -> bool:
+    """Check whether the message of a verdict was, or may have been, moved to another group of the cluster."""
     return drains.was_handed_over(verdict.verdict, verdict.at_ms)
 
 

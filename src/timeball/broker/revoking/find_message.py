@@ -56,9 +56,8 @@ MayRead = Callable[[str], bool]  # whether the caller may see bodies of a topic
 
 
 READ_ROWS = 16  # pending messages that are read at once: each may have a body of 4 MiB
-LOG_ROWS = (
-    128  # rows of the log that are read at once: rows of a frame are decoded together, so fewer cost more
-)
+# Rows of the log that are read at once: rows of a frame are decoded together, so fewer cost more.
+LOG_ROWS = 128
 
 _COLUMNS = [
     "seq", "kind", "topic", "queue_id", "queue_offset", "unique_key", "due_ms", "store_ms", "source_seq",
@@ -73,9 +72,8 @@ class _RowsByKind:
     # The newest ones (FOUND_MESSAGES_MAX and one more), by the seq of the visible row.
     visible: dict[int, MessagePlace] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
-    cancels: dict[int, dict[str, str]] = field(
-        default_factory=dict
-    )  # properties of each CANCEL row, by the number of the cancelled message
+    # The properties of each CANCEL row, by the number of the cancelled message.
+    cancels: dict[int, dict[str, str]] = field(default_factory=dict)
     # The visible rows that have a content, in the order of the log, and the bytes of their bodies.
     _with_content: deque[int] = field(default_factory=deque)
     _body_bytes: int = 0
@@ -88,14 +86,14 @@ class _RowsByKind:
         self._with_content.append(seq)
         self._body_bytes += len(place.content.body)
         while self._body_bytes > limits.FOUND_BODY_BYTES_MAX:
-            oldest = self._with_content.popleft()
-            content = self.visible[oldest].content
+            oldest_seq = self._with_content.popleft()
+            content = self.visible[oldest_seq].content
             assert content is not None
             self._body_bytes -= len(content.body)
-            self.visible[oldest] = _without_content(self.visible[oldest])
+            self.visible[oldest_seq] = _without_content(self.visible[oldest_seq])
 
     def drop_oldest(self) -> None:
-        """Keep only the newest visible messages."""
+        """Keep only the newest visible messages: FOUND_MESSAGES_MAX, and one more that shows that there are others."""
         if len(self.visible) > limits.FOUND_MESSAGES_MAX + 1:
             by_number = sorted(self.visible.items(), key=lambda item: item[1].seq, reverse=True)
             self.visible = dict(sorted(by_number[: limits.FOUND_MESSAGES_MAX + 1]))
@@ -124,15 +122,15 @@ async def find_message(
         lookup = await look_ups.look_up_present(names)
         log_rows = lookup.rows
 
-        async def add_pending(found: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
+        async def add_pending(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
             """Collect the pending candidates, and give them the verdict `waiting` (an `Act`)."""
             nonlocal log_rows
             # A file may still contain a message whose RELEASE or CANCEL row has left the log. So the schedule decides
             # which messages are pending.
-            candidates = await pending_ones(scheduling.outcomes, found)
-            if len(candidates) < len(found):
+            pending_candidates = await pending_ones(scheduling.outcomes, candidates)
+            if len(pending_candidates) < len(candidates):
                 log_rows = None  # the rows of some messages came after the look-up, or are not durable yet
-            async for part in in_slices(candidates):
+            async for part in in_slices(pending_candidates):
                 pending.update({candidate.number: candidate for candidate in part})
                 verdicts.update({candidate.number: _waiting_verdict(candidate) for candidate in part})
 
@@ -171,7 +169,7 @@ async def find_message(
 
 
 async def _visible_places(rows: _RowsByKind, groups: GroupPlaces) -> dict[int, MessagePlace]:
-    """Add to the visible messages their states in the consumer groups. The result is by the seq of the visible row."""
+    """Add to the visible messages their states in the consumer groups. Returns the messages by number."""
     copies_by_row = copies_by_message(rows.copies, rows.visible)
     places: dict[int, MessagePlace] = {}
     async for part in in_slices(list(rows.visible.values())):
@@ -199,9 +197,9 @@ async def _newest(verdicts: Sequence[Verdict]) -> dict[int, Verdict]:
 
 
 def limit_contents(places: Sequence[MessagePlace]) -> list[MessagePlace]:
-    """Return the first places (FOUND_MESSAGES_MAX and one more), with bodies of FOUND_BODY_BYTES_MAX together.
+    """Return the first places (FOUND_MESSAGES_MAX and one more), whose bodies together have FOUND_BODY_BYTES_MAX.
 
-    From the first body that exceeds the bytes on, the places lose their contents (`content_cut` is True then).
+    From the first body that exceeds this limit on, the places lose their contents (`content_cut` is True then).
     """
     limited: list[MessagePlace] = []
     free_bytes = limits.FOUND_BODY_BYTES_MAX
@@ -212,6 +210,7 @@ def limit_contents(places: Sequence[MessagePlace]) -> list[MessagePlace]:
 
 
 def _without_content(place: MessagePlace) -> MessagePlace:
+    """Copy a place without its content, and mark that the content was left out."""
     return msgspec.structs.replace(place, content=None, content_cut=True)
 
 
@@ -225,9 +224,9 @@ def _pause_properties(candidates: Sequence[Candidate]) -> dict[int, dict[str, st
     Messages that no selection pauses are left out.
     """
     return {
-        c.number: {CANCEL_REASON: f"paused by {reason_of(c.change.holder.name)}"}
-        for c in candidates
-        if c.change is not None and c.change.holder is not None
+        candidate.number: {CANCEL_REASON: f"paused by {reason_of(candidate.change.holder.name)}"}
+        for candidate in candidates
+        if candidate.change is not None and candidate.change.holder is not None
     }
 
 
@@ -242,10 +241,10 @@ def _cancel_properties(number: int, rows: _RowsByKind, lookup: LookupResult) -> 
     return decode_properties(owner.facts.reason_properties(owner.name))
 
 
-async def pending_ones(outcomes: Outcomes, found: Sequence[Candidate]) -> list[Candidate]:
+async def pending_ones(outcomes: Outcomes, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Select the messages that are pending, in their order. Other tasks run between two slices."""
     pending = list[Candidate]()
-    async for part in in_slices(found):
+    async for part in in_slices(candidates):
         are_pending = outcomes.waits(*due_version_columns(part)).tolist()
         pending += [candidate for candidate, is_pending in zip(part, are_pending, strict=True) if is_pending]
     return pending
@@ -272,7 +271,7 @@ async def _contents_of(
     without_row = [candidate for candidate in candidates if candidate.row is None]
     if not without_row:
         return contents, set()
-    read, unread = await in_thread(
+    contents_read, unread = await in_thread(
         file_thread,
         _read_contents,
         without_row,
@@ -280,7 +279,7 @@ async def _contents_of(
         hour_log=scheduling.hour_log,
         file_keys=file_keys,
     )
-    return contents | read, unread
+    return contents | contents_read, unread
 
 
 def _read_contents(
@@ -332,7 +331,7 @@ def _add_rows(
 ) -> None:
     """Add rows of the log to `result`. Rows without an id of `names`, or whose topics it excludes, are left out.
 
-    `rows`: _COLUMNS and perhaps others, by name. `body_of` returns the body of the row with an index.
+    `rows`: mappings of at least _COLUMNS. `body_of` returns the body of the row with an index.
     """
     for index, row in enumerate(rows):
         # The index contains hashes, and another id may have the same hash.
@@ -415,8 +414,8 @@ async def _states(
         """Update the due times, and give pending candidates the verdict `waiting` (an `Act`)."""
         # The message may have been rescheduled since the first lookup, or a selection may have shifted it.
         due_ms.update({candidate.number: candidate.shown_due_ms for candidate in candidates})
-        pending = await pending_ones(outcomes, candidates)
-        verdicts.update((c.number, Verdict("", WAITING, c.number)) for c in pending)
+        for candidate in await pending_ones(outcomes, candidates):
+            verdicts[candidate.number] = Verdict("", WAITING, candidate.number)
 
     # There is one verdict for each number, in order.
     verdicts = map_verdicts(await settle(look_ups, names, add_pending))

@@ -85,7 +85,7 @@ def found_rows(
 
 
 def rows_in_files(identities: Iterable[dict[str, Any]]) -> Iterator[FoundRow]:
-    """Convert rows of files (ID_SCHEMA, by name)."""
+    """Convert rows of files (mappings of ID_SCHEMA)."""
     for row in identities:
         version, number = row["seq"], row["number"]
         yield FoundRow(

@@ -110,7 +110,7 @@ class OtherGroups(Protocol):
     """The other groups of the cluster, as the broker sees them."""
 
     def names(self) -> Sequence[str]:
-        """List the names of the other groups. Raise Unavailable while they are not known."""
+        """List the names of the other groups. Raises Unavailable while they are not known."""
 
     async def ask(
         self, group: str, question: AnyQuestion, caller: Caller, within_s: float = ASK_S
@@ -153,25 +153,25 @@ def merge_verdicts(
                 not_found[verdict.subject] = [verdict]
             else:
                 by_subject[verdict.subject].append(verdict)
-    is_silent = any(verdicts is None for verdicts in group_verdicts)
-    merged = []
+    has_silent_group = any(verdicts is None for verdicts in group_verdicts)
+    merged_verdicts = []
     for subject in dict.fromkeys(subjects):
-        definite = [verdict for verdict in by_subject[subject] if verdict.verdict != UNAVAILABLE]
+        definite_verdicts = [verdict for verdict in by_subject[subject] if verdict.verdict != UNAVAILABLE]
         # A group answers `unavailable` for a message that it is transferring to another group.
-        is_moving = len(definite) < len(by_subject[subject])
-        not_handed = [verdict for verdict in definite if verdict.verdict != HANDED]
+        is_moving = len(definite_verdicts) < len(by_subject[subject])
+        not_handed = [verdict for verdict in definite_verdicts if verdict.verdict != HANDED]
         # The sort is stable: each group has its newest message first, and numbers of two groups have no common order.
         settled_first = sorted(not_handed, key=lambda verdict: verdict.verdict not in DONE)
-        unavailable = [Verdict(subject, UNAVAILABLE)] if is_silent or is_moving else []
-        # If there is nothing else, all definite verdicts are `handed`.
-        merged += unavailable + settled_first or definite[:1] or not_found[subject]
-    return merged
+        unavailable = [Verdict(subject, UNAVAILABLE)] if has_silent_group or is_moving else []
+        # If both lists are empty, all definite verdicts are `handed`.
+        merged_verdicts += unavailable + settled_first or definite_verdicts[:1] or not_found[subject]
+    return merged_verdicts
 
 
 def merge_places(group_places: Sequence[Sequence[MessagePlace] | None]) -> list[MessagePlace]:
     """Merge the lookup results of all groups (None for a group that did not answer), pending messages first.
 
-    Raise Unavailable if no group found a message and a group did not answer.
+    Raises Unavailable if no group found a message and a group did not answer.
     """
     answers = [places for places in group_places if places]
     if not answers and any(places is None for places in group_places):

@@ -60,10 +60,10 @@ async def cancel_ranges(
     """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows) of `ranges`.
 
     `reason`: stored in the CANCEL rows. `only`: cancel only messages that these selections have cancelled, with the
-    selection as the reason. `attaching`: the lock that every change of the pending table holds.
+    selection as the reason. `attaching`: the lock that every change of the pending table holds. Durable on return.
 
-    Raise RequestError for an invalid reason. Raise OutOfRange for an occurrence of a schedule and, as NotFound, in the
-    cases of `check_numbers` and `check_no_log_rows`.
+    Raises RequestError for an invalid reason, OutOfRange for the number of an occurrence of a schedule, and the errors
+    of `check_numbers` and `check_no_log_rows`.
     """
     if not reason.isprintable():
         # Control characters separate the properties of a row, so they could end this one too early.
@@ -138,7 +138,7 @@ async def _cancel(
     scheduler: Scheduler,
     rates: Rates,
 ) -> int:
-    """Cancel the pending ones of these messages (ID_SCHEMA), durably. Returns how many they were."""
+    """Cancel the pending ones of these messages (ID_SCHEMA), durably. Returns their number."""
     now_ms = clock.now_ms()
     was_pending = scheduler.cancel(*pairs_of(rows))
     if not was_pending.any():
@@ -159,9 +159,9 @@ def check_numbers(ranges: Ranges, *, reader: LogReader, attach_state: AttachStat
     """
     # Sorted, so that overlapping ranges are adjacent. A message that is named twice would be counted twice.
     ordered = sorted(ranges)
-    after_last = (1 << 62, 0)
-    for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], after_last], strict=True):
-        if first_seq + rows > min(next_first, reader.next_seq):
+    next_first_seqs = [*(first_seq for first_seq, _ in ordered[1:]), 1 << 62]  # no range after the last one
+    for (first_seq, rows), next_first_seq in zip(ordered, next_first_seqs, strict=True):
+        if first_seq + rows > min(next_first_seq, reader.next_seq):
             raise OutOfRange(
                 f"{rows} rows from seq {first_seq}: beyond the log's end, or the same numbers named twice"
             )
@@ -186,7 +186,7 @@ def check_no_log_rows(reader: LogReader, ranges: Ranges) -> None:
 
 
 def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
-    """Read the identifying columns of those rows of a row group that are in the ranges (file thread)."""
+    """Read the identifying columns (ID_SCHEMA) of those rows of a row group that are in the ranges (file thread)."""
     rows = file.identities(group)
     is_in_ranges = within(int64(rows.column("seq")), ranges)
     return rows if is_in_ranges.all() else rows.filter(pa.array(is_in_ranges))
@@ -207,19 +207,19 @@ def _rows_to_cancel(
     index = np.flatnonzero(within(seq, ranges) & only.may_change(due_ms, seq))
     if not len(index):
         return []
-    read = file.read_group_rows(group, index, list(CONDITION_COLUMNS)).combine_chunks().to_batches()[0]
+    columns = file.read_group_rows(group, index, list(CONDITION_COLUMNS)).combine_chunks().to_batches()[0]
     rows = rows.take(pa.array(index))
-    # A message of a bulk attach that was never moved has its number as its version.
-    described = Described(due_ms[index], seq[index], seq[index], rows.column("topic").cast(pa.string()), read)
-    owner = only.states(described).owner
+    topic = rows.column("topic").cast(pa.string())
+    # The version is also the number, because the messages of a bulk attach that are in the ranges were never moved.
+    owner = only.states(Described(due_ms[index], seq[index], seq[index], topic, columns)).owner
     return [
-        (reason_of(only.names[index]), rows.filter(pa.array(owner == index)))
-        for index in np.unique(owner[owner >= 0]).tolist()
+        (reason_of(only.names[selection]), rows.filter(pa.array(owner == selection)))
+        for selection in np.unique(owner[owner >= 0]).tolist()
     ]
 
 
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
-    """Build CANCEL rows (LOG_SCHEMA) from the identifying columns of scheduled messages."""
+    """Build CANCEL rows (LOG_SCHEMA) from the identifying columns (ID_SCHEMA) of scheduled messages."""
     return build_rows(
         rows.num_rows,
         kind=int(Kind.CANCEL),

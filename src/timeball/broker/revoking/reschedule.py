@@ -85,11 +85,9 @@ async def reschedule(
     successors: Successors,
     rates: Rates,
 ) -> list[Verdict]:
-    """Move the pending messages with these names to `due_ms`, or to `delay_ms` from now.
+    """Move the pending messages with these names to `due_ms`, or to `delay_ms` from now, durably.
 
-    Return verdicts as `settle` does.
-
-    Raise InvalidDelay, RequestError, and the errors of `settle` and of a send.
+    Returns verdicts as `settle` does. Raises InvalidDelay, RequestError, and the errors of `settle` and of a send.
     """
     new_due_ms = _check_due_ms(due_ms, delay_ms, settings=settings, clock=clock)
     return await settle(
@@ -117,7 +115,7 @@ def _check_due_ms(
 ) -> int:
     """Compute the new due time in ms, and check it as a send would.
 
-    Raise RequestError unless exactly one of `due_ms` and `delay_ms` is set, InvalidDelay for a value out of range.
+    Raises RequestError unless exactly one of `due_ms` and `delay_ms` is set, InvalidDelay for a value out of range.
     """
     now_ms, delay_ms_max = clock.now_ms(), settings.delay_ms_max
     if (due_ms is None) == (delay_ms is None):
@@ -127,6 +125,7 @@ def _check_due_ms(
         raise InvalidDelay(f"delay_ms {delay_ms}: between 0 and {delay_ms_max}")
     new_due_ms = now_ms + delay_ms if delay_ms is not None else due_ms
     assert new_due_ms is not None
+    # The last comparison: a manual clock may show a time before DUE_MS_MIN, and then such a due time is right.
     if 0 <= new_due_ms < limits.DUE_MS_MIN <= now_ms:
         raise InvalidDelay(f"due_ms {new_due_ms}: {limits.NOT_MILLISECONDS_TEXT}")
     if not 0 <= new_due_ms <= now_ms + delay_ms_max:
@@ -174,11 +173,11 @@ async def _move(
         # Keyed by version, because the rows contain the version (`seq`).
         by_version = {candidate.seq: candidate for candidate in part[:read_count]}
         frames = split_into_frames(rows) if rows.num_rows else ()
-        for frame, moving in _frame_parts(frames, by_version, successors):
+        for frame, frame_candidates in _frame_parts(frames, by_version, successors):
             durable = move_frame(
-                appender, np.full(frame.num_rows, new_due_ms), frame, moving, verdicts, is_duration=is_duration,
-                settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
-                outcomes=scheduling.outcomes, successors=successors, rates=rates,
+                appender, np.full(frame.num_rows, new_due_ms), frame, frame_candidates, verdicts,
+                is_duration=is_duration, settings=settings, clock=clock, writer=log.writer,
+                scheduler=scheduling.scheduler, outcomes=scheduling.outcomes, successors=successors, rates=rates,
             )  # fmt: skip
             if durable is not None:
                 commits.append(durable)
@@ -194,9 +193,9 @@ def _frame_parts(
 ) -> Iterator[tuple[pa.RecordBatch, list[Candidate]]]:
     """Divide frames, so that no part has many occurrences of schedules. Yields each part with its messages."""
     for frame in frames:
-        moving = [by_version[seq] for seq in frame.column("seq").to_pylist()]
-        for part in successors.parts([candidate.number for candidate in moving]):
-            yield frame.slice(part.start, part.stop - part.start), moving[part]
+        candidates = [by_version[seq] for seq in frame.column("seq").to_pylist()]
+        for part in successors.parts([candidate.number for candidate in candidates]):
+            yield frame.slice(part.start, part.stop - part.start), candidates[part]
 
 
 def _are_few(candidates: Sequence[Candidate], successors: Successors) -> bool:
@@ -229,7 +228,7 @@ def _move_few(
     scheduling: Scheduling,
     rates: Rates,
 ) -> asyncio.Future[int] | None:
-    """Move the pending ones of a few messages, as `move_frame` does, but without columns: one message costs a fraction.
+    """Move the pending ones of a few messages as `move_frame` does, but as values, which cost less than columns.
 
     `host`: the node, stored in the rows. The future is done when the rows are durable. None if no message is pending.
     """
@@ -252,7 +251,8 @@ def _move_few(
         is_duration=is_duration,
     )
     rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
-    verdicts.update((c.number, Verdict("", REASON, c.number, now_ms, due_ms)) for c in moved)
+    for candidate in moved:
+        verdicts[candidate.number] = Verdict("", REASON, candidate.number, now_ms, due_ms)
     return durable
 
 
@@ -354,10 +354,8 @@ def move_frame(
     if change is not None:
         change.keep()
     rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
-    verdicts.update(
-        (c.number, Verdict("", REASON, c.number, now_ms, new_ms))
-        for c, new_ms in zip(moved, new_due_ms, strict=True)
-    )
+    for candidate, new_ms in zip(moved, new_due_ms, strict=True):
+        verdicts[candidate.number] = Verdict("", REASON, candidate.number, now_ms, new_ms)
     return appended.durable
 
 

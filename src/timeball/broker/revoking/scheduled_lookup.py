@@ -101,7 +101,7 @@ class Names:
     may: Callable[[str], bool] | None = None
 
     def check(self) -> None:
-        """Raise OutOfRange if these are too many names for one request, InvalidMessage for an invalid key."""
+        """Raise OutOfRange for too many names in one request, InvalidMessage for an invalid key."""
         if len(self.ids) + len(self.keys) + len(self.seqs) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(
                 f"at most {limits.CANCELS_PER_REQUEST_MAX} scheduled messages in one request; split it"
@@ -234,7 +234,7 @@ class Search:
     def search(self) -> None:
         """Search log and files (lookup thread).
 
-        Raise Corrupt, NotFound if a file was deleted meanwhile, or OutOfRange if a segment has left the log.
+        Raises Corrupt, NotFound if a file was deleted meanwhile, and OutOfRange if a segment has left the log.
         """
         hashes = hash_text(pa.array([*self._ids, *self._keys], pa.string()))
         if self._seqs:
@@ -274,7 +274,9 @@ class Search:
         # Messages found by number: search for their ids, too. This finds the RELEASE and CANCEL rows that ended them,
         # which carry the id.
         candidate_ids = {
-            found.unique_key for by_number in self._candidates.values() for found in by_number.values()
+            candidate.unique_key
+            for by_number in self._candidates.values()
+            for candidate in by_number.values()
         } - {None}
         # One lookup for all names, because each lookup searches the index of every sealed segment.
         seqs = self._key_index.find_rows(
@@ -314,7 +316,7 @@ class Search:
         if not thorough:
             return maybe_expired
         return maybe_expired | {
-            found.number for found in self._candidates_for(names) if found.unique_key is None
+            candidate.number for candidate in self._candidates_for(names) if candidate.unique_key is None
         }
 
     def add_rows(self, rows: Sequence[FoundRow]) -> None:
@@ -328,28 +330,29 @@ class Search:
     def result(self, names: Names) -> LookupResult:
         """Collect the scheduled messages with one caller's names, at their newest versions."""
         candidates = self._at_newest_versions(self._candidates_for(names))
-        found_numbers = {found.number for found in candidates}
+        found_numbers = {candidate.number for candidate in candidates}
         # These numbers were assigned, but are in neither log nor table. Their end is no longer known ("expired").
         maybe_expired = self._maybe_expired.intersection(names.seqs) - found_numbers
         expired_numbers = {str(seq): seq for seq in maybe_expired if seq < self._reader.first_seq}
         # Without a topic, copies that return to a consumer are hidden: they carry the id of a delivered message. A
         # request for their number finds them.
         requested_numbers = {str(seq) for seq in names.seqs} if names.topic is None else set()
-        topics = {found.topic for found in candidates}
+        topics = {candidate.topic for candidate in candidates}
         if names.may is not None:
             topics = {topic for topic in topics if names.may(topic)}
-        shown = {
+        shown_topics = {
             topic
             for topic in topics
             if (not is_on_its_way_back(topic) if names.topic is None else topic == names.topic)
         }
         candidates = [
-            found
-            for found in candidates
-            if found.topic in shown or (found.topic in topics and found.subject in requested_numbers)
+            candidate
+            for candidate in candidates
+            if candidate.topic in shown_topics
+            or (candidate.topic in topics and candidate.subject in requested_numbers)
         ]
-        # Only the ends of this caller's messages: the search may have found a million for others.
-        numbers = {found.number for found in candidates}.union(names.seqs)
+        # Only the ends of this caller's messages: the search may have found a million for other callers.
+        numbers = {candidate.number for candidate in candidates}.union(names.seqs)
         settled = {number: self._settled[number] for number in numbers if number in self._settled}
         rows = None
         if self._rows_by_id is not None:
@@ -364,28 +367,34 @@ class Search:
             *((NameKind.SEQ, str(seq)) for seq in names.seqs),
         ]
         unique = {
-            (found.subject, found.number): found
+            (candidate.subject, candidate.number): candidate
             for name in requested
-            for found in self._candidates.get(name, {}).values()
+            for candidate in self._candidates.get(name, {}).values()
         }
         return list(unique.values())
 
     def _at_newest_versions(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Replace candidates that were moved by their newest versions, in place.
+        """Replace candidates that were moved by their newest versions, in place. Returns the same list.
 
         A file may contain an older version.
         """
         for begin in range(0, len(candidates), VALUES_ROWS):
             part = candidates[begin : begin + VALUES_ROWS]
-            numbers = np.array([found.number for found in part], np.int64)
-            due_ms, versions = self._moved.newest_of(due_version_columns(part)[0], numbers)
+            old_due_ms, _ = due_version_columns(part)
+            numbers = np.array([candidate.number for candidate in part], np.int64)
+            due_ms, versions = self._moved.newest_of(old_due_ms, numbers)
             for index in np.flatnonzero(versions != numbers).tolist():
-                found, version = part[index], int(versions[index])
-                if version > found.seq:
+                candidate, version = part[index], int(versions[index])
+                if version > candidate.seq:
                     # Moved since the search: the MOVED row can be read, unless retention has removed it.
                     at_seq = version if version >= self._reader.first_seq else None
                     candidates[begin + index] = msgspec.structs.replace(
-                        found, due_ms=int(due_ms[index]), seq=version, in_table=False, at_seq=at_seq, row=None
+                        candidate,
+                        due_ms=int(due_ms[index]),
+                        seq=version,
+                        in_table=False,
+                        at_seq=at_seq,
+                        row=None,
                     )
         return candidates
 
@@ -400,10 +409,7 @@ class Search:
         return number_by_version
 
     def _add_from_log(self, number_by_version: Mapping[int, int]) -> set[int]:
-        """Add the messages whose newest versions are rows of the log.
-
-        Return the versions that have a row in the log.
-        """
+        """Add the messages whose newest versions are rows of the log. Returns the versions that have a row there."""
         first_seq, next_seq = self._reader.first_seq, self._reader.next_seq
         versions = sorted(version for version in number_by_version if first_seq <= version < next_seq)
         in_log = set[int]()
@@ -433,7 +439,7 @@ class Search:
         number_by_version: Mapping[int, int],
         log_rows: Iterable[ReadRow | None] = repeat(None),
     ) -> set[int]:
-        """Add the messages whose versions these rows are. Return the versions among the rows.
+        """Add the messages whose versions these rows are. Returns the `seq` of each row, except of half messages.
 
         `rows` and `log_rows`: as for `found_rows`.
         """
@@ -446,9 +452,9 @@ class Search:
             ):
                 self._add((NameKind.SEQ, str(row.number)), row)
         # A half message (SCHEDULED without a due time) is left out: later rows decide whether it became a scheduled
-        # one.
-        due = COLUMNS.index("due_ms")
-        return {row[0] for row in rows if row[1] != SCHEDULED or row[due] is not None}
+        # message.
+        seq, kind, due_ms = map(COLUMNS.index, ("seq", "kind", "due_ms"))
+        return {values[seq] for values in rows if values[kind] != SCHEDULED or values[due_ms] is not None}
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -457,21 +463,21 @@ class Search:
 
         Rows with the same version are combined. Of two rows of the log, the last one wins.
         """
-        by_number = self._candidates[name]
-        known = by_number.get(row.number)
-        if known is None or known.seq < row.version:
-            # A CANCEL row names the topic of the message, but a message of a delay level is stored under another one.
+        by_number, (_, subject) = self._candidates[name], name
+        before = by_number.get(row.number)
+        if before is None or before.seq < row.version:
+            # A message of a delay level is stored under the level's topic, and its properties contain its own topic.
             topic = decode_properties(row.properties or "")[REAL_TOPIC] if row.is_level else row.topic
             by_number[row.number] = Candidate(
-                name[1], row.number, row.version, row.due_ms, topic, row.unique_key, row.keys,
+                subject, row.number, row.version, row.due_ms, topic, row.unique_key, row.keys,
                 row.accepted_ms or 0, row.is_level, row.in_table, row.at_seq, row.row,
             )  # fmt: skip
-        elif known.seq == row.version:
+        elif before.seq == row.version:
             by_number[row.number] = msgspec.structs.replace(
-                known,
-                in_table=known.in_table or row.in_table,
-                at_seq=known.at_seq if row.at_seq is None else row.at_seq,
-                row=known.row if row.at_seq is None else row.row,
+                before,
+                in_table=before.in_table or row.in_table,
+                at_seq=before.at_seq if row.at_seq is None else row.at_seq,
+                row=before.row if row.at_seq is None else row.row,
             )
 
     def _record_end(self, row: FoundRow) -> None:
@@ -508,12 +514,16 @@ def read_scheduled_rows(
     The rows are in no particular order. Messages that are in neither log nor table are left out. A message of a delay
     level has the topic under which it is stored (SCHEDULE_TOPIC).
     """
-    row_seqs = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
+    row_seqs = np.array(
+        [-1 if candidate.at_seq is None else candidate.at_seq for candidate in candidates], dtype=np.int64
+    )
     # Retention may have removed rows since the lookup. Their messages are in files then.
     is_in_log = row_seqs >= reader.first_seq
     # Two names may lead to the same row, which is read once.
     batches = [as_scheduled(reader.read_rows(np.unique(row_seqs[is_in_log])))]
-    in_table = [c for c, has_row in zip(candidates, is_in_log.tolist(), strict=True) if not has_row]
+    in_table = [
+        candidate for candidate, has_row in zip(candidates, is_in_log.tolist(), strict=True) if not has_row
+    ]
     if in_table:
         batches += [
             scheduled_from_table(rows)
@@ -546,7 +556,7 @@ class Question(NamedTuple):
     thorough: bool
 
 
-class Found(NamedTuple):
+class SearchOutcome(NamedTuple):
     """The outcome of a search for one caller: the result, or the numbers for which the log must still be scanned."""
 
     search: Search | None  # continues after the scan. None if the result is complete
@@ -578,14 +588,14 @@ class LookUps:
         self._reader, self._key_index, self._hour_log = reader, key_index, hour_log
         self._file_keys = file_keys
         self._lookup_thread, self._file_thread, self._selections = lookup_thread, file_thread, selections
-        self._batcher: AsyncBatcher[Question, Found] = AsyncBatcher(
+        self._batcher: AsyncBatcher[Question, SearchOutcome] = AsyncBatcher(
             self._search_together, limits.CANCELS_PER_REQUEST_MAX
         )
 
     async def look_up(self, names: Names, *, thorough: bool = False) -> LookupResult:
         """Search log and table for the scheduled messages with these names, and for the rows that ended them.
 
-        `thorough`: also find the end of messages without an id, which needs a scan of the log. Raise Corrupt or
+        `thorough`: also find the end of messages without an id, which needs a scan of the log. Raises Corrupt or
         NotFound if a file that may contain one of the messages cannot be read, and the error of `confirm_lead`.
         """
         search, missing, result = await self._batcher.put(
@@ -598,10 +608,7 @@ class LookUps:
         return await in_thread(self._lookup_thread, _result_with, search, names, rows)
 
     async def look_up_present(self, names: Names) -> LookupResult:
-        """Search as `look_up` does.
-
-        Also find pending messages that selections have moved to a topic that `names` allows.
-        """
+        """Search as `look_up`, and also find pending messages that selections moved to a topic that `names` allows."""
         lookup = await self.look_up(names)
         is_limited = names.topic is not None or names.may is not None
         if not is_limited or not any(map(names.allows, self._selections.selected.moves_to)):
@@ -610,11 +617,11 @@ class LookUps:
         changes = await self.select(others)
         async for part in in_slices(others):
             lookup.candidates += [
-                each
-                for each in part
-                if (change := changes.get(each.number)) is not None
+                candidate
+                for candidate in part
+                if (change := changes.get(candidate.number)) is not None
                 and names.allows(change.topic)
-                and not names.allows(each.topic)
+                and not names.allows(candidate.topic)
             ]
         return lookup
 
@@ -651,10 +658,12 @@ class LookUps:
     def _find_changed(
         self, selected: Selected, candidates: Sequence[Candidate]
     ) -> list[tuple[Candidate, Change]]:
-        """Find the messages that selections have changed (file thread, if a condition reads rows)."""
+        """Find the messages that selections have changed, and their states (file thread, if a condition reads rows)."""
         may_change = selected.may_change(*due_version_columns(candidates))
         covered = [candidates[index] for index in np.flatnonzero(may_change).tolist()]
-        covered, rows = self._read_conditions(covered) if selected.reads_rows and covered else (covered, None)
+        rows: pa.RecordBatch | None = None
+        if covered and selected.reads_rows:
+            covered, rows = self._read_conditions(covered)
         if not covered:
             return []
         due_ms, version = due_version_columns(covered)
@@ -662,63 +671,60 @@ class LookUps:
         topic = pa.array([candidate.topic for candidate in covered], pa.string())
         states = selected.states(Described(due_ms, version, number, topic, rows))
 
-        def owner(index: int) -> Owner | None:
+        def selection(index: int) -> Owner | None:
             return None if index < 0 else Owner(selected.names[index], selected.facts[index])
 
-        is_changed = np.flatnonzero(states.is_changed | (states.due_ms != due_ms))
+        changed_indexes = np.flatnonzero(states.is_changed | (states.due_ms != due_ms))
         columns = (
-            column[is_changed].tolist()
+            column[changed_indexes].tolist()
             for column in (states.owner, states.holder, states.mover, states.due_ms)
         )
         return [
             (
-                covered[row],
+                covered[index],
                 Change(
-                    owner(cancelled), owner(held), due,
-                    covered[row].topic if mover < 0 else selected.facts[mover].to_topic,
+                    selection(owner), selection(holder), changed_due_ms,
+                    covered[index].topic if mover < 0 else selected.facts[mover].to_topic,
                 ),
             )
-            for row, cancelled, held, mover, due in zip(is_changed.tolist(), *columns, strict=True)
+            for index, owner, holder, mover, changed_due_ms in zip(changed_indexes.tolist(), *columns, strict=True)
         ]  # fmt: skip
 
     def count_cancelled_by_name(self, owners: Iterable[Owner]) -> None:
-        """Count messages that selections had cancelled, and that got CANCEL rows now.
-
-        `owners`: the selection of each.
-        """
+        """Count messages that selections had cancelled, and that got CANCEL rows now. `owners`: their selections."""
         for owner in owners:
             self._selections.ended(owner.name, 1)
 
     def _read_conditions(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], pa.RecordBatch]:
         """Read `seq` (the version) and CONDITION_COLUMNS of these messages (file thread).
 
-        Returns the messages that were found, in their order, and a row for each. Settled ones may be missing.
+        Returns the messages whose rows exist, in their order, and a row for each. Rows of settled messages may be
+        missing.
         """
         columns = ["seq", *CONDITION_COLUMNS]
         # Retention may have removed rows since the look-up. Their messages are in files then.
         first_seq = self._reader.first_seq
-        in_log = {c.at_seq: c.seq for c in candidates if c.at_seq is not None and c.at_seq >= first_seq}
-        in_table = [c for c in candidates if c.at_seq is None or c.at_seq < first_seq]
-        logged = self._reader.read_rows(np.array(list(in_log), np.int64), CONDITION_COLUMNS)
+        in_log = [each for each in candidates if each.at_seq is not None and each.at_seq >= first_seq]
+        in_table = [each for each in candidates if each.at_seq is None or each.at_seq < first_seq]
+        version_by_seq = {each.at_seq: each.seq for each in in_log}
+        log_rows = self._reader.read_rows(np.array(list(version_by_seq), np.int64), CONDITION_COLUMNS)
         # `seq` of a row of the log is not the version if the row repeats a message that retention had removed.
-        versions = pa.array([in_log[seq] for seq in logged.column("seq").to_pylist()], pa.int64())
-        tables = [pa.table([versions, *logged.columns[1:]], names=columns)]
+        versions = pa.array([version_by_seq[seq] for seq in log_rows.column("seq").to_pylist()], pa.int64())
+        tables = [pa.table([versions, *log_rows.columns[1:]], names=columns)]
         if in_table:
             # The list of files is taken in this thread, the one that deletes files.
             live_files = self._hour_log.pending.live
             tables += self._file_keys.rows_of(live_files, *due_version_columns(in_table), columns)
         rows = pa.concat_tables(table.select(columns) for table in tables).combine_chunks()
         index_of = {seq: index for index, seq in enumerate(rows.column("seq").to_pylist())}
-        found = [candidate for candidate in candidates if candidate.seq in index_of]
-        taken = rows.take(pa.array([index_of[candidate.seq] for candidate in found], pa.int64()))
-        return found, pa.record_batch([column.combine_chunks() for column in taken.columns], names=columns)
+        present = [candidate for candidate in candidates if candidate.seq in index_of]
+        rows = rows.take(pa.array([index_of[candidate.seq] for candidate in present], pa.int64()))
+        return present, pa.record_batch([column.combine_chunks() for column in rows.columns], names=columns)
 
     async def work_through(
         self, lookup: LookupResult, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call a function that walks through a look-up's result.
-
-        It runs in the lookup thread if there are many candidates.
+        """Call a function that walks through a look-up's result: in the lookup thread if there are many candidates.
 
         The function must not use objects of the event loop.
         """
@@ -726,17 +732,17 @@ class LookUps:
             return call(*args, **kwargs)
         return await in_thread(self._lookup_thread, call, *args, **kwargs)
 
-    async def _search_together(self, questions: Sequence[Question]) -> list[Found | TimeballError]:
-        """Run one search for several callers. Returns a result or an error for each caller, in their order."""
+    async def _search_together(self, questions: Sequence[Question]) -> list[SearchOutcome | TimeballError]:
+        """Run one search for several callers. Returns an outcome or an error for each caller, in their order."""
         try:
             return [*await self._search(questions)]
         except (Corrupt, NotFound) as error:
             if len(questions) == 1:
                 return [error]
             # One caller needs a file that cannot be read. The others must not fail, so each caller gets its own search.
-            return [result for question in questions for result in await self._search_together([question])]
+            return [outcome for question in questions for outcome in await self._search_together([question])]
 
-    async def _search(self, questions: Sequence[Question]) -> list[Found]:
+    async def _search(self, questions: Sequence[Question]) -> list[SearchOutcome]:
         """Search log and files. Repeat the search if retention removed segments or files meanwhile.
 
         Raises Corrupt or NotFound if a file cannot be read.
@@ -745,7 +751,7 @@ class LookUps:
             first_seq, live_files = self._reader.first_seq, self._hour_log.pending.live
             try:
                 # One call for all, because a switch to another thread and back costs as much as the search.
-                found = await in_thread(
+                outcomes = await in_thread(
                     self._lookup_thread, _search_for, self._reader, self._key_index, self._file_keys, live_files,
                     self.outcomes.moved, questions,
                 )  # fmt: skip
@@ -760,7 +766,7 @@ class LookUps:
                     # Later parts of an answer come from memory that only this leader's commits can have changed, so
                     # they are as new as this search.
                     await self.confirm_lead()
-                    return found
+                    return outcomes
 
 
 def _search_for(
@@ -770,20 +776,21 @@ def _search_for(
     live_files: FileSet,
     moved: Moved,
     questions: Sequence[Question],
-) -> list[Found]:
-    """Search log and files, and collect the outcome for each caller (lookup thread)."""
+) -> list[SearchOutcome]:
+    """Search log and files, and collect the outcome for each caller, in their order (lookup thread)."""
     # Created here, so that its objects are freed here: a million of them would hold the event loop for a while.
     search = Search(
         reader, key_index, file_keys, live_files, moved, [question.names for question in questions]
     )
     search.search()
-    found = []
+    outcomes = []
     for names, thorough in questions:
         missing = search.missing(names, thorough=thorough)
-        found.append(
-            Found(search, missing, LookupResult()) if missing else Found(None, missing, search.result(names))
-        )
-    return found
+        if missing:
+            outcomes.append(SearchOutcome(search, missing, LookupResult()))
+        else:
+            outcomes.append(SearchOutcome(None, missing, search.result(names)))
+    return outcomes
 
 
 def _result_with(search: Search, names: Names, rows: Sequence[FoundRow]) -> LookupResult:

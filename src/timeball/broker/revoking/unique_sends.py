@@ -222,9 +222,9 @@ class UniqueSends:
                 return self._keep(not_cancelled[-1], send.on_pending, name)
             # No await from `_find_pending` until the append, so that the decision stays true.
             cancelled_by = {
-                each: change.owner
-                for each in pending
-                if (change := changes.get(each.number)) is not None and change.owner is not None
+                candidate: change.owner
+                for candidate in pending
+                if (change := changes.get(candidate.number)) is not None and change.owner is not None
             }
             accepted, durable = self._append_traced(send.batch, send, not_cancelled, cancelled_by)
             await asyncio.wait([durable])
@@ -242,16 +242,16 @@ class UniqueSends:
         default = "reject" if entry is None else entry.config.attributes.get(ON_PENDING, "reject")
         return cast(OnPending, default)  # the registry has checked it
 
-    def _keep(self, found: Candidate, on_pending: OnPending, name: tuple[str, str]) -> Accepted:
-        """Build the answer of a send that keeps the pending message `found`. Raises AlreadyPending if it rejects."""
-        message = _unique_message(found)
+    def _keep(self, pending: Candidate, on_pending: OnPending, name: tuple[str, str]) -> Accepted:
+        """Build the answer of a send that keeps the message `pending`. Raises AlreadyPending if the send rejects it."""
+        message = _unique_message(pending)
         if on_pending == "keep":
             sent = Sent(KEPT, [], message)
             return Accepted(message.seq, 1, self._clock.now_ms(), _NOT_READ, sent)
-        key = name[1].removeprefix(UNIQUE_PREFIX)
+        topic, key = name
         raise AlreadyPending(
-            f"message {message.id!r} with the unique key {key!r} is pending in topic {name[0]!r}, due at "
-            f"{message.due_ms}: cancel it, or send with on_pending keep or replace",
+            f"message {message.id!r} with the unique key {key.removeprefix(UNIQUE_PREFIX)!r} is pending in topic "
+            f"{topic!r}, due at {message.due_ms}: cancel it, or send with on_pending keep or replace",
             id=message.id, seq=message.seq, due_ms=message.due_ms,
         )  # fmt: skip
 
@@ -271,29 +271,30 @@ class UniqueSends:
         self._policy.admit(rows.column("topic").to_pylist(), send.caller)
         parts = [self._appender.prepare(rows, now_ms, level)]
         # After all steps that may refuse the message or append rows themselves.
-        ended = [*cancelled_by, *replaced]
+        to_cancel = [*cancelled_by, *replaced]
         continuation = None
-        if ended:
-            was_pending = cancel_pending(ended, scheduler=self._scheduler)
+        if to_cancel:
+            was_pending = cancel_pending(to_cancel, scheduler=self._scheduler)
             assert was_pending.all(), "no await since they were pending"
             cancels = [
-                cancel_columns([each], now_ms, owner.facts.by, reason_of(owner.name))
-                for each, owner in cancelled_by.items()
+                cancel_columns([candidate], now_ms, owner.facts.by, reason_of(owner.name))
+                for candidate, owner in cancelled_by.items()
             ]
             parts = [*cancels, cancel_columns(replaced, now_ms, send.caller.name, REPLACED), *parts]
-            continuation = self._successors.after_end([each.number for each in ended], now_ms)
-            self._rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in ended))
-        first_seq = self._writer.next_seq + len(ended)
-        changed = None if send.change is None else send.change(first_seq, now_ms)
-        if changed is not None:
-            parts.append(changed.rows)
+            numbers = [candidate.number for candidate in to_cancel]
+            continuation = self._successors.after_end(numbers, now_ms)
+            self._rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in to_cancel))
+        first_seq = self._writer.next_seq + len(to_cancel)
+        change = None if send.change is None else send.change(first_seq, now_ms)
+        if change is not None:
+            parts.append(change.rows)
         appended = self._appender.append(pa.concat_batches(parts), continuation=continuation)
-        if changed is not None:
-            changed.keep()
+        if change is not None:
+            change.keep()
         sent = Sent(REPLACED, [], _unique_message(replaced[-1])) if replaced else Sent(CREATED, [])
         # Only the row of the message: the CANCEL rows before it do not belong to the answer.
-        written = appended.rows.slice(len(ended), 1)
-        return Accepted(first_seq, 1, now_ms, written, sent), appended.durable
+        message_row = appended.rows.slice(len(to_cancel), 1)
+        return Accepted(first_seq, 1, now_ms, message_row, sent), appended.durable
 
     # -- the pending messages of a key -----------------------------------------------------------------------------
 
@@ -306,34 +307,31 @@ class UniqueSends:
         candidates = self._pending_by_name.get(name)
         if candidates is None:
             candidates = await self._look_up(name)
-        settled = set[int]()  # versions that are still not pending after a flush of the log
+        settled_versions = set[int]()  # versions that were not pending before the last flush of the log
         while True:
             newest = list(map(self._newest, candidates))
-            pending, others = list[Candidate](), set[int]()
+            pending, not_pending = list[Candidate](), set[int]()
             if newest:
                 are_pending = self._look_ups.outcomes.waits(*due_version_columns(newest)).tolist()
-                pending = [each for each, is_pending in zip(newest, are_pending, strict=True) if is_pending]
-                others = {
-                    each.seq for each, is_pending in zip(newest, are_pending, strict=True) if not is_pending
-                }
-            if others <= settled:
+                flags = list(zip(newest, are_pending, strict=True))
+                pending = [candidate for candidate, is_pending in flags if is_pending]
+                not_pending = {candidate.seq for candidate, is_pending in flags if not is_pending}
+            if not_pending <= settled_versions:
                 self._remember(name, pending)
                 return pending
             # A version that is not pending is settled, or a request is moving the message. After the flush the row of
             # the move is durable, and `_newest` finds the new version.
-            settled |= others
+            settled_versions |= not_pending
             await self._writer.flushed()
 
     async def _look_up(self, name: tuple[str, str]) -> list[Candidate]:
         """Search log and table for the messages with a topic and key that have not ended, the newest last."""
         topic, key = name
         lookup = await self._look_ups.look_up(Names(keys=[key], topic=topic))
-        candidates = [found for found in lookup.candidates if found.number not in lookup.settled]
+        candidates = [candidate for candidate in lookup.candidates if candidate.number not in lookup.settled]
+        candidates.sort(key=lambda candidate: candidate.number)
         # `row` is removed, because it contains the body, and the candidates stay in memory.
-        return [
-            msgspec.structs.replace(found, row=None)
-            for found in sorted(candidates, key=lambda found: found.number)
-        ]
+        return [msgspec.structs.replace(candidate, row=None) for candidate in candidates]
 
     def _newest(self, candidate: Candidate) -> Candidate:
         """Copy a candidate with its newest due time and version. The same candidate if it has them."""
@@ -352,6 +350,7 @@ class UniqueSends:
 
 
 def _unique_message(candidate: Candidate) -> UniqueMessage:
+    """Describe a pending message for an answer or an error."""
     return UniqueMessage(candidate.unique_key or "", candidate.number, candidate.shown_due_ms)
 
 
@@ -361,10 +360,11 @@ def _candidates_of(name: tuple[str, str], accepted: Accepted) -> list[Candidate]
     row = {column: accepted.kept.column(column)[0].as_py() for column in columns}
     if row["kind"] != Kind.SCHEDULED:
         return []
+    topic, key = name
     is_level = row["queue_offset"] is not None
     return [
         Candidate(
-            name[1], accepted.first_seq, accepted.first_seq, row["due_ms"], name[0], row["unique_key"], row["keys"],
+            key, accepted.first_seq, accepted.first_seq, row["due_ms"], topic, row["unique_key"], row["keys"],
             accepted.store_ms, is_level,
         )
     ]  # fmt: skip
