@@ -126,7 +126,7 @@ def write_files(
 
 
 def remove(files: Files, entries: list[FileEntry]) -> None:
-    """Remove files that were written for an attach which did not take place (background thread)."""
+    """Remove files that were written for an attach that did not take place (background thread)."""
     for entry in entries:
         # The last file of the list may not have been created.
         if files.exists(f"{layout.FOLDER}/{entry.path}"):
@@ -164,6 +164,7 @@ def _write_files(
 
 
 def _write_keys(files: Files, keys: FileKeys) -> None:
+    """Write a run of the keys of the files so far, if there are any."""
     if keys.has_files:
         name = f"{layout.FOLDER}/{run_path()}"
         write_pieces(files, name, [keys.run().data])
@@ -258,10 +259,10 @@ def rewrite(
 
 
 def runs(entries: list[FileEntry], raw_bytes: RawBytes) -> list[list[FileEntry]]:
-    """Group the files of a campaign, sorted by first due time, into runs within the bounds above (background thread).
+    """Group the files of a campaign, sorted by first due time, into runs within REWRITE_ROWS_MAX and the byte limits.
 
-    A run has at least one file. Its rows are sorted together and cut into files, so the number of files may change.
-    `raw_bytes` finds the size of a file without compression.
+    A run has at least one file, of any size. Its rows are sorted together and cut into files, so the number of files
+    may change. `raw_bytes` finds the size of a file without compression. Runs in the background thread.
     """
     grouped: list[list[FileEntry]] = []
     bounds = np.array([REWRITE_ROWS_MAX, REWRITE_BYTES_MAX, REWRITE_RAW_BYTES_MAX])
@@ -317,7 +318,7 @@ def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
 
 
 def settled_in(settled: Settled, entries: list[FileEntry]) -> Int64Array:
-    """List the versions of the settled pairs that these files may contain, sorted (background thread)."""
+    """List the versions of the settled messages that these files may contain, sorted (background thread)."""
     low = min((entry.min_seq for entry in entries), default=0)
     high = max((entry.max_seq for entry in entries), default=-1)
     parts = [seq[(seq >= low) & (seq <= high)] for _, seq in settled.runs]
@@ -357,13 +358,13 @@ def resume(
     rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in run])
     rows = _without_settled(rows, settled_seq)
     in_campaign = within(rows.column("seq").to_numpy(), ranges)
-    resumed = rows.filter(pa.array(in_campaign))
-    due_ms = np.maximum(resumed.column("due_ms").to_numpy() + shift_ms, now_ms)
+    campaign_rows = rows.filter(pa.array(in_campaign))
+    due_ms = np.maximum(campaign_rows.column("due_ms").to_numpy() + shift_ms, now_ms)
     due_index = TABLE_SCHEMA.get_field_index("due_ms")
-    resumed = resumed.set_column(due_index, TABLE_SCHEMA.field(due_index), pa.array(due_ms))
+    campaign_rows = campaign_rows.set_column(due_index, TABLE_SCHEMA.field(due_index), pa.array(due_ms))
     return [
         *write_files(files, rows.filter(pa.array(~in_campaign)), now_ms, created),
-        *write_files(files, resumed, now_ms, created),
+        *write_files(files, campaign_rows, now_ms, created),
     ]
 
 
@@ -371,7 +372,7 @@ def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int
     """Read the rows of a file that are held, or due at `settled_before_ms` or later."""
     # Opened separately: the schedule's files belong to the reader thread, and Arrow's reader is not thread-safe.
     from_ms = min(settled_before_ms, holds.from_ms)
-    rows = DataFile(data, entry).rows_between((from_ms, 0), (1 << 62, 0))
+    rows = DataFile(data, entry).rows_between((from_ms, 0), (1 << 62, 0))  # to the end of the file
     if from_ms == settled_before_ms:
         return rows
     due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))

@@ -90,6 +90,7 @@ class TableChanges:
         file_replication: FileReplication | None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        """`scheduled_since_watermark`: number of scheduled messages in the tail. `on_failure` stops the broker."""
         self._settings, self._files, self._clock = settings, files, clock
         self._log, self._campaigns = log, campaigns
         self._attach_state, self._scheduling, self._pending_table = attach_state, scheduling, pending_table
@@ -177,6 +178,7 @@ class TableChanges:
             return await self._attach_checked(attachment, now_ms, campaign_change)
 
     async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
+        """Open and check the files of an attachment (`campaigns.check_files`), in the table's thread."""
         await in_thread(self._threads.table,
             campaigns.check_files, self._files, attachment,
             now_ms=now_ms, delay_ms_max=self._settings.delay_ms_max, cache=self._pending_table.cache,
@@ -198,8 +200,8 @@ class TableChanges:
     ) -> Attached:
         """Append the attach and the change of its campaign in one frame. Then update the schedule and the Delta table.
 
-        `resumes` is the campaign whose hold ends with this attach, or "". If a step after the row fails, the broker
-        stops (`on_failure`), and the next start repeats the steps.
+        `resumes` is the campaign whose hold ends with this attach, or "". If a step after the row fails, calls
+        `on_failure`, which stops the broker. The next start repeats the steps.
         """
         # Read before the schedule forgets the removed files, because the Delta commit must name them.
         removed = self._scheduling.hour_log.pending.entries(attachment.removes)
@@ -306,15 +308,16 @@ class TableChanges:
 
     def _check_compacts(self) -> None:
         """Raise RequestError if the strategy does not use the pending table."""
-        schedule = self._settings.strategy
-        if schedule != "hour_log":
-            raise RequestError(f"nothing is compacted with --strategy {schedule}: it has files of its own")
+        strategy = self._settings.strategy
+        if strategy != "hour_log":
+            raise RequestError(f"nothing is compacted with --strategy {strategy}: it has files of its own")
 
     async def adopt(self, waiting: Waiting) -> None:
         """Write the pending messages of another strategy to the table, and move the watermark to the end of the log.
 
         Afterwards every pending message is in the table or in the log after the watermark, as `hour_log` requires.
-        `waiting` contains their rows: the other strategy may have written them to the log again.
+        `waiting` contains their rows: the other strategy may have written them to the log again. Raises the errors of
+        `attach`, and OverLimit if the disk is full.
         """
         now_ms = self._clock.now_ms()
         from_seq, to_seq = self._attach_state.watermark, self._log.reader.next_seq
@@ -338,7 +341,7 @@ class TableChanges:
         retention may remove older rows. Raises RequestError with another strategy, and the errors of `attach`.
         """
         self._check_compacts()
-        attach_state, end_seq, attached = self._attach_state, self._log.reader.next_seq, None
+        attach_state, end_seq, last_attach = self._attach_state, self._log.reader.next_seq, None
         try:
             # All rows of a run are in memory, so a long tail takes several runs. Rows that arrive meanwhile are left
             # for the next call.
@@ -347,11 +350,11 @@ class TableChanges:
                 result = await self._compact(even_without_rows=even_without_rows or has_next_run)
                 if result is None:
                     break
-                attached = result
+                last_attach = result
         except Exception:  # any error is counted and raised again
             self.compactions.failures += 1
             raise
-        return attached
+        return last_attach
 
     async def _compact(self, *, even_without_rows: bool) -> Attached | None:
         """Move the messages of one run of rows. None if there are none and the watermark need not move."""
@@ -510,7 +513,7 @@ class TableChanges:
         """Write the new files of these runs, given by index.
 
         Stores the files of each run in `written_files`, by the same index, and adds all files to `created_files`, also
-        if a write fails. `settled` contains the numbers of settled messages, sorted.
+        if a write fails. `settled` contains the versions of settled messages, sorted. Raises OverLimit.
         """
         settled_before_ms = self._scheduling.scheduler.settled_before_ms
         for index, run in runs.items():  # only one run is in memory at a time
@@ -657,10 +660,14 @@ class StoredTable:
         await self._mover.catch_up()
 
     def _due_soon(self) -> list[FileEntry]:
+        """List the files with messages that are due until `soon_ms`, the earliest due first."""
         return self._hour_log.pending.due_between(self._scheduler.settled_before_ms, soon_ms(self._clock))
 
     async def _fetch(self, due_soon: Sequence[FileEntry]) -> None:
-        """Fetch the files that are not local, several at a time, until the store does not answer."""
+        """Fetch the files that are not local, several at a time, until the store does not answer.
+
+        A file that cannot be read is logged, and does not end the fetches.
+        """
         missing = [entry.path for entry in due_soon if not self._cache.is_local(entry.path)]
         for begin in range(0, len(missing), THREADS):
             paths = missing[begin : begin + THREADS]
