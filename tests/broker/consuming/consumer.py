@@ -16,8 +16,9 @@ GROUP, TOPIC = "g", "orders"
 
 
 def engine(world: World) -> Consuming:
-    found: Consuming = world.broker.consuming
-    return found
+    """The broker's consuming engine."""
+    consuming: Consuming = world.broker.consuming
+    return consuming
 
 
 async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
@@ -33,6 +34,7 @@ async def pop(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Rec
 
 
 def bodies(popped: Received) -> list[bytes]:
+    """The bodies of these messages, in the order of the answer."""
     return [bytes(body) for body in column(popped.rows, "body")]
 
 
@@ -43,16 +45,16 @@ async def pass_time(world: World, ms: int) -> None:
     now_ms = world.clock.wall
 
     def all_back() -> bool:
-        held = [one for queue in engine(world).leases.all() for one in queue.in_flight.values()]
-        return all(one.deadline_ms > now_ms for one in held)
+        leases = [lease for queue in engine(world).leases.all() for lease in queue.in_flight.values()]
+        return all(lease.deadline_ms > now_ms for lease in leases)
 
-    await world.until(all_back, "all whose time is over has come back")
+    await world.until(all_back, "all messages whose leases have ended are back")
 
 
 def stored(world: World, topic: str = TOPIC) -> dict[int, int]:
     """The stored offsets of GROUP, by queue."""
-    found: dict[int, int] = world.broker.offsets(GROUP, topic)
-    return found
+    offsets: dict[int, int] = world.broker.offsets(GROUP, topic)
+    return offsets
 
 
 async def send_in_order(world: World, count: int = 4) -> None:

@@ -18,8 +18,9 @@ DEAD = f"%DLQ%{GROUP}"  # the group's dead letters
 
 
 def engine(world: World) -> Consuming:
-    found: Consuming = world.broker.consuming
-    return found
+    """The broker's consuming engine."""
+    consuming: Consuming = world.broker.consuming
+    return consuming
 
 
 async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
@@ -43,10 +44,12 @@ async def receive(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) ->
 
 
 async def acknowledge(world: World, received: Received) -> list[bool]:
+    """Acknowledge all these messages. Returns for each whether its receipt was valid."""
     return await engine(world).acknowledge(received.receipts)
 
 
 def bodies(received: Received) -> list[bytes]:
+    """The bodies of these messages, in the order of the answer."""
     return [bytes(body) for body in column(received.rows, "body")]
 
 
@@ -70,17 +73,17 @@ async def power_cut(world: World) -> None:
 
 
 def try_at_most(world: World, times_max: int) -> None:
-    """Let a message of the group be delivered again so often, after its first delivery."""
+    """Let each message of the group be delivered `times_max` times after its first delivery."""
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=times_max))
 
 
 async def in_queue(world: World, topic: str) -> list[bytes]:
-    """All messages that ever became visible in a topic."""
+    """The bodies of all messages that ever became visible in a topic, queue by queue."""
     if topic not in world.broker.topics():
         return []
-    found: list[bytes] = []
+    visible_bodies: list[bytes] = []
     for queue, (_, end) in world.broker.queues(topic).items():
-        if end:  # most are empty, and this is asked after each step of a clock
+        if end:  # most queues are empty, and tests read the topic after each step of a clock
             rows = await world.broker.read_queue(topic, queue, 0, 1_000)
-            found += [bytes(body) for body in column(rows, "body")]
-    return found
+            visible_bodies += [bytes(body) for body in column(rows, "body")]
+    return visible_bodies

@@ -41,8 +41,9 @@ async def test_an_acknowledgement_counts_once(world: World) -> None:
     received = await receive(world)
     twice = [*received.receipts[:3], received.receipts[0]]
     assert await engine(world).acknowledge(twice) == [True, True, True, False]
-    verdicts = await asyncio.gather(*(acknowledge(world, received) for _ in range(5)))
-    assert [sum(one) for one in zip(*verdicts, strict=True)] == [0, 0, 0] + [1] * 7
+    # Each message is acknowledged five times, and once before if it is one of the first three.
+    answers = await asyncio.gather(*(acknowledge(world, received) for _ in range(5)))
+    assert [sum(is_valid) for is_valid in zip(*answers, strict=True)] == [0, 0, 0] + [1] * 7
     assert engine(world).leases.count.rows == 0
     assert world.broker.offsets(GROUP, TOPIC) == {0: 5, 1: 5}
     await pass_time(world, MINUTE_MS)
@@ -57,7 +58,9 @@ def test_acknowledgements_of_many_consumers_share_a_few_commits(save_ms: int) ->
         await send(world, [b"%d" % i for i in range(200)])
         received = await receive(world, 200)
         before = world.broker.log.writer.statistics.commits
-        answers = await asyncio.gather(*(engine(world).acknowledge([one]) for one in received.receipts))
+        answers = await asyncio.gather(
+            *(engine(world).acknowledge([receipt]) for receipt in received.receipts)
+        )
         assert answers == [[True]] * 200
         commits = world.broker.log.writer.statistics.commits - before
         assert commits < 10
@@ -79,7 +82,7 @@ async def test_a_change_of_the_invisible_time_keeps_the_receipt_valid(world: Wor
     assert await in_queue(world, AGAIN) == [b"b"]
     assert await engine(world).acknowledge([one, other]) == [False, False]
     await pass_time(world, 4 * MINUTE_MS)
-    assert await in_queue(world, AGAIN) == [b"b"], "once"
+    assert await in_queue(world, AGAIN) == [b"b"], "the message came back once"
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -127,19 +130,19 @@ async def test_a_message_comes_back_once_when_its_changed_invisible_time_ends(wo
 async def test_a_lease_that_is_changed_without_counting_is_no_attempt(world: World) -> None:
     try_at_most(world, 1)
     await send(world, [b"a"])
-    for counts, attempt in ((False, 1), (False, 1), (True, 1)):
+    for last_counts in (False, False, True):
         received = await receive(world)
-        assert attempts(received) == [attempt]
+        assert attempts(received) == [1]
         receipt = received.receipts[0]
-        for change in itertools.chain([not counts, counts]):
-            receipt = await engine(world).change_invisible_time(receipt, 1_000, counts=change)  # type: ignore[assignment]
+        for counts in (not last_counts, last_counts):  # the last change of a lease decides
+            receipt = await engine(world).change_invisible_time(receipt, 1_000, counts=counts)  # type: ignore[assignment]
         await pass_time(world, 1_000)
     received = await receive(world)
-    assert attempts(received) == [2], "the last one"
+    assert attempts(received) == [2], "the third lease counted"
     (receipt,) = received.receipts
-    again = await engine(world).change_invisible_time(receipt, 1_000, counts=False)
+    prolonged = await engine(world).change_invisible_time(receipt, 1_000, counts=False)
     await pass_time(world, 1_000)
-    assert again is not None and attempts(await receive(world)) == [2]
+    assert prolonged is not None and attempts(await receive(world)) == [2]
     await pass_time(world, MINUTE_MS)
     assert await in_queue(world, DEAD) == [b"a"]
 
@@ -187,6 +190,7 @@ async def test_concurrent_answers_to_a_lease_have_one_winner(world: World) -> No
     await send(world, [b"%d" % i for i in range(40)])
     received = await receive(world, 40)
 
+    # Each returns whether the broker accepted the answer.
     async def acks(receipt: Receipt) -> bool:
         return (await engine(world).acknowledge([receipt]))[0]
 
@@ -198,13 +202,13 @@ async def test_concurrent_answers_to_a_lease_have_one_winner(world: World) -> No
 
     # An acknowledgement waits for nothing, so it wins in every order.
     verbs = [(nacks, dead_letters), (dead_letters, nacks), (dead_letters, acks, nacks)]
-    asked = [
+    calls = [
         (verb, receipt)
         for number, receipt in enumerate(received.receipts)
         for verb in verbs[number % len(verbs)]
     ]
-    answers = await asyncio.gather(*(verb(receipt) for verb, receipt in asked))
-    winners = [one for one, is_valid in zip(asked, answers, strict=True) if is_valid]
+    accepted = await asyncio.gather(*(verb(receipt) for verb, receipt in calls))
+    winners = [call for call, is_accepted in zip(calls, accepted, strict=True) if is_accepted]
     assert sorted(receipt for _, receipt in winners) == sorted(received.receipts)
     count = Counter(verb.__name__ for verb, _ in winners)
     assert min(count["acks"], count["nacks"], count["dead_letters"]) > 0, "each verb has won"
@@ -214,6 +218,7 @@ async def test_concurrent_answers_to_a_lease_have_one_winner(world: World) -> No
     assert engine(world).leases.count.rows == 0
 
 
+# The ways to answer, each called with the receipt of a message.
 ANSWERS: dict[str, Callable[[World, Receipt], Awaitable[Any]]] = {
     "acknowledge": lambda world, receipt: engine(world).acknowledge([receipt]),
     "change": lambda world, receipt: engine(world).change_invisible_time(receipt, 4 * MINUTE_MS),
@@ -225,7 +230,7 @@ ANSWERS: dict[str, Callable[[World, Receipt], Awaitable[Any]]] = {
 @pytest.mark.parametrize("verb", ["acknowledge", "change", "dead letter"])
 @on_node(InTurn, ack_save_ms=0)
 async def test_an_answer_during_a_change_of_the_invisible_time_is_accepted(world: World, verb: str) -> None:
-    """A change of the same receipt is being written: the acknowledgement counts."""
+    """The answer comes after each number of turns of the event loop that the change takes."""
     turns, last = 0, False
     while not last:
         turns += 1
@@ -236,9 +241,9 @@ async def test_an_answer_during_a_change_of_the_invisible_time_is_accepted(world
             await asyncio.sleep(0)
         last = change.done()
         answer = await ANSWERS[verb](world, receipt)
-        assert answer in ([True], receipt, True), turns
+        assert answer in ([True], receipt, True), turns  # each of these means: accepted
         await change
-    assert turns > 2, "or a change took no turn"
+    assert turns > 2, "otherwise no answer came during a change"
     await pass_time(world, 4 * MINUTE_MS)
     assert len(await in_queue(world, AGAIN)) == (turns if verb == "change" else 0)
     assert len(await in_queue(world, DEAD)) == (turns if verb == "dead letter" else 0)
@@ -251,6 +256,7 @@ async def test_an_answer_during_a_change_of_the_invisible_time_is_accepted(world
 async def test_either_a_nack_or_an_answer_during_it_is_accepted_unless_it_is_a_change(
     world: World, verb: str
 ) -> None:
+    """The answer comes after each number of turns of the event loop that the nack takes."""
     turns, last, nacked = 0, False, 0
     while not last:
         turns += 1
@@ -267,12 +273,13 @@ async def test_either_a_nack_or_an_answer_during_it_is_accepted_unless_it_is_a_c
         # A change keeps the lease, so a nack after it counts too.
         assert is_nacked or is_answered, turns
         assert not (is_nacked and is_answered) or verb == "change", turns
-    assert nacked and turns > 2, "or a nack took no turn"
+    assert nacked and turns > 2, "otherwise no answer came during a nack"
     await pass_time(world, MINUTE_MS)
     assert len(await in_queue(world, AGAIN)) == nacked
     await pass_time(world, 4 * MINUTE_MS)
-    others = {"nack": (turns, 0), "dead letter": (nacked, turns - nacked)}
-    again, dead = others.get(verb, (nacked, 0))
+    # Also the messages of the second answers, where these bring a message back or end it.
+    counts = {"nack": (turns, 0), "dead letter": (nacked, turns - nacked)}
+    again, dead = counts.get(verb, (nacked, 0))
     assert (len(await in_queue(world, AGAIN)), len(await in_queue(world, DEAD))) == (again, dead)
 
 
@@ -284,10 +291,10 @@ async def test_dead_letters_refused_by_a_full_disk_are_written_once_when_they_ar
     monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_ROWS", 1)
     await send(world, [b"a", b"b"])
     first, second = (await receive(world)).receipts
-    answers = [False]  # the disk is not full for the first chunk
+    checks = itertools.count()
 
     def check(_: LogWriter) -> None:
-        if answers.pop() if answers else True:
+        if next(checks):  # the disk is not full at the first check, which is for the first chunk
             raise OverLimit("the disk is full")
 
     with monkeypatch.context() as patch:
@@ -304,6 +311,7 @@ async def test_dead_letters_refused_by_a_full_disk_are_written_once_when_they_ar
 async def test_messages_of_a_disconnected_consumer_return_after_the_delays_of_the_retry_policy(
     world: World,
 ) -> None:
+    # RocketMQ's first two delays are not for retries.
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1, 2, 7_000, 9_000]))
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
     await send(world, [b"a"])
@@ -321,10 +329,10 @@ async def test_a_receipt_of_another_position_topic_or_time_is_not_valid(world: W
     await send(world, [b"a"])
     (receipt,) = (await receive(world)).receipts
     for change in ({"pop_ms": 5}, {"offset": 7}, {"queue_id": 9}, {"topic": AGAIN}):
-        stranger = receipt._replace(**change)  # type: ignore[arg-type]
-        assert await engine(world).change_invisible_time(stranger, 5_000) is None
-        assert await engine(world).nack(stranger, 5_000) is None
-        assert not await engine(world).dead_letter(stranger)
+        other_receipt = receipt._replace(**change)  # type: ignore[arg-type]
+        assert await engine(world).change_invisible_time(other_receipt, 5_000) is None
+        assert await engine(world).nack(other_receipt, 5_000) is None
+        assert not await engine(world).dead_letter(other_receipt)
     assert await engine(world).acknowledge([receipt]) == [True]
 
 
@@ -346,7 +354,7 @@ async def test_with_ack_save_ms_0_every_answer_stays_in_effect_after_a_power_cut
 
 @on_node()
 async def test_a_nack_or_dead_letter_stays_in_effect_after_a_power_cut(world: World) -> None:
-    """The leases follow in the log after 50 ms. But these answers wait for the disk."""
+    """The leases are saved only after 50 ms, but these answers wait for the disk."""
     await send(world, [b"a", b"b", b"c"])
     received = await receive(world)
     one, two, three = received.receipts

@@ -31,7 +31,7 @@ async def test_a_full_queue_hands_out_no_more_messages(world: World, monkeypatch
     popped = await pop(world)
     assert popped.rows.num_rows == 6 and popped.rest == 2
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
-    await world.until(lambda: world.broker.consuming.waiting_receives, "it waits")
+    await world.until(lambda: world.broker.consuming.waiting_receives, "the receive waits")
     engine(world).acknowledge_now(popped.receipts[:1])
     assert (await waiting).rows.num_rows == 1
 

@@ -15,7 +15,7 @@ from timeball.broker.consuming.requests import Receipt
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 
-End = Callable[[World, Receipt], Awaitable[object]]
+End = Callable[[World, Receipt], Awaitable[object]]  # one of the ways below in which a lease ends
 
 
 async def acknowledge(world: World, receipt: Receipt) -> None:
@@ -31,13 +31,15 @@ async def dead_letter(world: World, receipt: Receipt) -> None:
 
 
 async def give_back_in_order(world: World, receipt: Receipt) -> None:
+    """Give back a message of an ordered group: its position stays leased."""
     queue = engine(world).leases.get(receipt.group, receipt.topic, receipt.queue_id)
     assert queue is not None
     queue.in_flight[receipt.offset].in_order = True
     assert await engine(world).nack(receipt, MINUTE_MS)
 
 
-async def not_seen(world: World, receipt: Receipt) -> None:
+async def return_unseen(world: World, receipt: Receipt) -> None:
+    """Disconnect before the message was received."""
     engine(world).return_unseen([receipt])
 
 
@@ -48,12 +50,13 @@ async def expire(world: World, receipt: Receipt) -> None:
 
 
 async def move_the_group(world: World, receipt: Receipt) -> None:
+    """Store another offset, which ends the leases of the queue at the next receive."""
     await world.broker.commit_offsets(GROUP, TOPIC, {receipt.queue_id: receipt.offset + 1})
     await receive(world)
 
 
 @pytest.mark.parametrize(
-    "end", [acknowledge, give_back, give_back_in_order, dead_letter, not_seen, expire, move_the_group]
+    "end", [acknowledge, give_back, give_back_in_order, dead_letter, return_unseen, expire, move_the_group]
 )
 @on_node()
 async def test_a_lease_that_ends_returns_credit_once(world: World, end: End) -> None:
@@ -66,8 +69,9 @@ async def test_a_lease_that_ends_returns_credit_once(world: World, end: End) -> 
     await end(world, received.receipts[0])
     await waiting
     assert credit.free_rows == 1
-    is_kept = end is give_back_in_order  # its receipt stays valid
-    assert engine(world).acknowledge_now(received.receipts[:1]) == [is_kept]
+    # A second end of the same lease returns no more credit.
+    is_valid = end is give_back_in_order  # only then the receipt stays valid
+    assert engine(world).acknowledge_now(received.receipts[:1]) == [is_valid]
     assert credit.free_rows == 1
 
 

@@ -33,7 +33,7 @@ from timeball.broker.consuming.requests import Received
 from timeball.io.clock import ManualClock
 
 LONG_MS = 10 * MINUTE_MS
-PART = 2  # positions: a queue of these tests has several parts
+PART = 2  # positions in a part, so that a queue of these tests has several parts
 SENT = [b"%d" % i for i in range(12)]
 
 
@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Known:
-    """The answers that clients received while the power was on."""
+    """The bodies of the messages, by the answers that clients received while the power was on."""
 
     def __init__(self, files: CutFiles, save_ms: int) -> None:
         self.files, self.save_ms = files, save_ms
@@ -52,16 +52,18 @@ class Known:
         self.in_flight: set[bytes] = set()
         self.acked: set[bytes] = set()
         self.dead: set[bytes] = set()
-        # It may have had no answer.
+        # Requested, with or without an answer.
         self.ack_asked: set[bytes] = set()
         self.dead_asked: set[bytes] = set()
 
-    def note(self, into: set[bytes], found: list[bytes]) -> None:
+    def note(self, into: set[bytes], bodies: list[bytes]) -> None:
+        """Add bodies to one of the sets, unless the power is cut: then the client got no answer."""
         if not self.files.cut:
-            into.update(found)
+            into.update(bodies)
 
 
 async def work(world: World, known: Known) -> None:
+    """Send 12 messages, receive them in three requests of 4, and give four different answers to each request."""
     verbs = engine(world)
     await send(world, SENT)
     known.note(known.sent, SENT)
@@ -72,15 +74,15 @@ async def work(world: World, known: Known) -> None:
         return received
 
     async def answer(received: Received) -> None:
-        found, receipts = bodies(received), received.receipts
-        known.ack_asked.update(found[:1])
+        texts, receipts = bodies(received), received.receipts
+        known.ack_asked.update(texts[:1])
         if await verbs.acknowledge(receipts[:1]) == [True]:
-            known.note(known.acked, found[:1])
-        known.dead_asked.update(found[1:2])
+            known.note(known.acked, texts[:1])
+        known.dead_asked.update(texts[1:2])
         if await verbs.dead_letter(receipts[1]):
-            known.note(known.dead, found[1:2])
+            known.note(known.dead, texts[1:2])
         if await verbs.change_invisible_time(receipts[2], 2 * LONG_MS) is not None:
-            known.note(known.in_flight, found[2:3])
+            known.note(known.in_flight, texts[2:3])
         await verbs.nack(receipts[3], LONG_MS)
 
     first = await take(4)
@@ -93,6 +95,7 @@ async def work(world: World, known: Known) -> None:
 
 
 def live(crash_at: int | None = None, save_ms: int = 0) -> tuple[CutFiles, Known]:
+    """Run a broker and its consumers until the disk call `crash_at` (None: to the end)."""
     files, clock = CutFiles(crash_at=crash_at), ManualClock()
     world, known = World(files, clock, ack_save_ms=save_ms), Known(files, save_ms)
 
@@ -140,9 +143,7 @@ SURVIVALS: list[Survival] = ["nothing", "everything", "random"]
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_at_any_disk_call_loses_no_message_and_no_durable_answer(step: int, save_ms: int) -> None:
     files, known = live(save_ms=save_ms)
-    assert len(known.acked) == len(known.dead) == 3 and len(known.in_flight) == 12, (
-        "the whole of it was lived through"
-    )
+    assert len(known.acked) == len(known.dead) == 3 and len(known.in_flight) == 12, "all steps were executed"
     calls = files.calls
     assert calls > 20
     for call in range(1, calls + 1, step):
@@ -157,6 +158,7 @@ def test_a_look_would_notice_leases_that_are_not_restored(monkeypatch: pytest.Mo
     monkeypatch.setattr(consuming_engine, "restored_queues", lambda *_: ([], {}))
 
     def noticed(call: int) -> bool:
+        """Check whether a cut at this call shows that a leased message has a second lease."""
         files, known = live(call)
         try:
             run(check_after_restart(files.crash(call, "everything"), known))
@@ -170,12 +172,12 @@ def test_a_look_would_notice_leases_that_are_not_restored(monkeypatch: pytest.Mo
 def test_a_look_would_notice_answers_that_are_not_saved() -> None:
     """Negative control: a broker that saves late, judged as if it had saved before each answer."""
     calls = live(save_ms=1_000)[0].calls
-    found = set()
+    faults = set()
     for call in range(1, calls + 1):
         files, known = live(call, 1_000)
-        known.save_ms = 0
+        known.save_ms = 0  # the check of a broker that saves before each answer
         try:
             run(check_after_restart(files.crash(call, "nothing"), known))
         except AssertionError as error:
-            found.add(str(error).partition("\n")[0])
-    assert found == {"in two hands", "acknowledged and comes again"}
+            faults.add(str(error).partition("\n")[0])
+    assert faults == {"in two hands", "acknowledged and comes again"}

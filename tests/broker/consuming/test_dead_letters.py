@@ -50,6 +50,7 @@ async def make_dead_letters(world: World, texts: list[bytes], **columns: Any) ->
 
 
 async def list_dead_letters(world: World, rows: int = 100) -> list[DeadLetterRow]:
+    """The first page of the group's open dead letters."""
     page = await world.broker.dead_letters.page(GROUP, rows, None, ANONYMOUS)
     return page.dead_letters
 
@@ -57,20 +58,21 @@ async def list_dead_letters(world: World, rows: int = 100) -> list[DeadLetterRow
 @on_node()
 async def test_dead_letters_are_listed_in_pages(world: World) -> None:
     await make_dead_letters(world, [b"%d" % number for number in range(7)])
-    found: list[DeadLetterRow] = []
+    letters: list[DeadLetterRow] = []
     after: str | None = None
     while True:
         page = await world.broker.dead_letters.page(GROUP, 3, after, ANONYMOUS)
-        found += page.dead_letters
+        letters += page.dead_letters
         after = page.next_page
         if after is None:
             break
-    assert sorted(one.body for one in found) == [b"%d" % number for number in range(7)]
-    assert {one.topic for one in found} == {TOPIC}
-    assert {one.id for one in found} == {f"id-{number}" for number in range(7)}
+    assert sorted(letter.body for letter in letters) == [b"%d" % number for number in range(7)]
+    assert {letter.topic for letter in letters} == {TOPIC}
+    assert {letter.id for letter in letters} == {f"id-{number}" for number in range(7)}
     assert world.broker.dead_letters.count(GROUP) == 7
     state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert state.dead_letters == 7 and state.attempts_max == 17
+    # A group that exists and has no dead letters gets an empty page.
     await world.broker.administration.configure_groups([SubscriptionGroup("other")], ANONYMOUS)
     assert await world.broker.dead_letters.page("other", 3, None, ANONYMOUS) == type(page)([])
 
@@ -78,13 +80,13 @@ async def test_dead_letters_are_listed_in_pages(world: World) -> None:
 @on_node()
 async def test_dead_letters_of_an_unknown_group_raise_group_not_found(world: World) -> None:
     letters = world.broker.dead_letters
-    for verb in (
-        letters.page("ohter", 3, None, ANONYMOUS),
-        letters.resend("ohter", None, ANONYMOUS),
-        letters.delete("ohter", ["0-1"], ANONYMOUS),
+    for operation in (
+        letters.page("unknown", 3, None, ANONYMOUS),
+        letters.resend("unknown", None, ANONYMOUS),
+        letters.delete("unknown", ["0-1"], ANONYMOUS),
     ):
-        with pytest.raises(GroupNotFound, match="'ohter' does not exist"):
-            await verb
+        with pytest.raises(GroupNotFound, match="'unknown' does not exist"):
+            await operation
 
 
 @on_node()
@@ -100,7 +102,7 @@ async def test_a_resend_delivers_once_and_only_to_its_group(world: World) -> Non
     assert await list_dead_letters(world) == [second]
     again = await world.broker.dead_letters.resend(GROUP, [first.dead_letter], ANONYMOUS)
     assert (again.rows, again.found) == (0, [False])
-    # RocketMQ's tools see all there ever were.
+    # RocketMQ's tools read the topic, which also contains resolved dead letters.
     assert len(await in_queue(world, DEAD)) == 2
 
 
@@ -123,15 +125,15 @@ async def test_a_resend_with_a_condition_resends_only_the_dead_letters_that_meet
     properties = [encode_properties({"region": region, "topic": "false"}) for region in regions]
     await make_dead_letters(world, [b"%d" % number for number in range(5)], properties=properties)
     letters = world.broker.dead_letters
-    for where, found in (("region = 'asia'", 0), ("topic = 'false'", 0), ("died_ms > 9e18", 0)):
-        assert (await letters.resend(GROUP, None, ANONYMOUS, where=where)).rows == found
+    # `topic` in a condition is the original topic, not the property that the sender has set.
+    for where in ("region = 'asia'", "topic = 'false'", "died_ms > 9e18"):
+        assert (await letters.resend(GROUP, None, ANONYMOUS, where=where)).rows == 0
     with pytest.raises(InvalidFilter):
         await letters.resend(GROUP, None, ANONYMOUS, where="region = ")
     where = f"region = 'eu' AND topic = '{TOPIC}' AND attempts < 9"
     assert (await letters.resend(GROUP, None, ANONYMOUS, Pace(), where)).rows == 3
     assert sorted(bodies(await receive(world))) == [b"0", b"2", b"4"]
-    rest = await list_dead_letters(world)
-    assert [letter.body for letter in rest] == [b"1", b"3"]
+    assert [letter.body for letter in await list_dead_letters(world)] == [b"1", b"3"]
 
 
 @on_node()
@@ -152,11 +154,11 @@ async def test_the_rate_of_a_resend_with_a_condition_counts_only_the_messages_th
     properties = [encode_properties({"odd": str(number % 2)}) for number in range(6)]
     await make_dead_letters(world, [b"%d" % number for number in range(6)], properties=properties)
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000, 1.0), "odd = '1'")
-    found = []
+    received_counts = []
     for _ in range(8):
         await world.advance(500)
-        found.append(len((await receive(world)).receipts))
-    assert found == [0, 1, 0, 1, 0, 1, 0, 0]
+        received_counts.append(len((await receive(world)).receipts))
+    assert received_counts == [0, 1, 0, 1, 0, 1, 0, 0], "one in a second, beginning after a second"
 
 
 @on_node()
@@ -179,7 +181,7 @@ async def test_deleted_dead_letters_stay_deleted(world: World, monkeypatch: pyte
     await world.start()
     assert await list_dead_letters(world) == []
     await make_dead_letters(world, [b"new"])
-    assert [one.body for one in await list_dead_letters(world)] == [b"new"]
+    assert [letter.body for letter in await list_dead_letters(world)] == [b"new"]
 
 
 @on_node()
@@ -188,7 +190,7 @@ async def test_deleting_the_topic_forgets_its_dead_letters(world: World) -> None
     await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
     await world.broker.administration.delete_topic(DEAD, ANONYMOUS)
     await make_dead_letters(world, [b"b"])
-    assert [one.body for one in await list_dead_letters(world)] == [b"b"]
+    assert [letter.body for letter in await list_dead_letters(world)] == [b"b"]
 
 
 @on_node()
@@ -198,16 +200,23 @@ async def test_a_long_body_of_a_dead_letter_is_cut_in_the_list(world: World) -> 
     await engine(world).dead_letter(receipt)
     (letter,) = await list_dead_letters(world)
     assert len(letter.body) == limits.SHOWN_BODY_BYTES_MAX == letter.size_bytes - 1
-    for wrong in ("", "0", "0-", "-1", "a-b", "٣-1", "0-" + "9" * 40):
-        with pytest.raises(InvalidMessage, match="dead letter"):
-            dead_letters.position_of(wrong)
+
+
+@pytest.mark.parametrize("handle", ["", "0", "0-", "-1", "a-b", "٣-1", "0-" + "9" * 40])
+def test_an_invalid_handle_of_a_dead_letter_is_refused(handle: str) -> None:
+    with pytest.raises(InvalidMessage, match="dead letter"):
+        dead_letters.position_of(handle)
 
 
 # ---- power cuts ------------------------------------------------------------------------------------------------
 
 
 def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
-    """Cut the power at a call of a resend, restart, and resend the rest. Return calls made, and the copies."""
+    """Make two dead letters, and resend one and then the other. Cut the power at a disk call (None: do not cut).
+
+    Then restart, and resend those that are still open. Returns the number of disk calls before the cut, and the bodies
+    of the copies. Fails unless each dead letter has exactly one copy. `seed`: decides which unsynced writes survive.
+    """
     files, clock = CutFiles(crash_at=call), ManualClock()
     world = World(files, clock)
 
@@ -222,38 +231,38 @@ def copies_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:
         second = World(image, clock)
         await second.start()
         try:
-            with contextlib.suppress(GroupNotFound):  # the power went before its first member came
+            with contextlib.suppress(GroupNotFound):  # the power was cut before the group's first member came
                 await second.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
-            found = await in_queue(second, AGAIN)
-            count = len(await in_queue(second, DEAD))
+            copies = await in_queue(second, AGAIN)
+            letters = await in_queue(second, DEAD)
             assert second.broker.dead_letters.count(GROUP) == 0
-            assert len(found) == count, "a copy for each dead letter"
+            assert len(copies) == len(letters), "a copy for each dead letter"
             await second.stop()
         finally:
             await second.abandon()
-        return found
+        return copies
 
     run(until_cut(world, files, live))
     return files.calls, run(repeat(files.crash(seed, "random")))
 
 
 def test_a_power_cut_during_a_resend_leaves_one_copy_for_each_dead_letter() -> None:
-    calls, found = copies_after(None, 1)
-    assert sorted(found) == [b"a", b"b"]
-    last = np.arange(max(1, calls - 12), calls + 1)
-    for call in sorted({*last.tolist(), *np.random.default_rng(1).integers(1, calls, 6).tolist()}):
+    calls, copies = copies_after(None, 1)
+    assert sorted(copies) == [b"a", b"b"]
+    last_calls = range(max(1, calls - 12), calls + 1)  # of the resends
+    for call in sorted({*last_calls, *np.random.default_rng(1).integers(1, calls, 6).tolist()}):
         copies_after(call, call)
 
 
 def test_a_resend_in_two_frames_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: with its copy and its row in two commits a cut between them doubles it."""
+    """Negative control: if the copy and its META row are in two commits, a cut between them leads to a second copy."""
 
     def in_two(self: Appender, batch, change):  # type: ignore[no-untyped-def]
         async def both() -> None:
             await self.send_again(batch)
-            found = change(0, 0)
-            self._writer.append(found.rows)
-            found.keep()
+            resolution = change(0, 0)
+            self._writer.append(resolution.rows)
+            resolution.keep()
             await self._writer.flushed()
 
         return None, both()
@@ -275,7 +284,7 @@ async def test_a_dead_letter_shows_its_nack_reason(world: World) -> None:
     assert await engine(world).nack(by_body[b"b"], 1_000, "no stock")
     assert await engine(world).dead_letter(by_body[b"c"])
     await world.advance(2_000)
-    assert {(one.body, one.reason) for one in await list_dead_letters(world)} == {
+    assert {(letter.body, letter.reason) for letter in await list_dead_letters(world)} == {
         (b"a", "no such order"), (b"b", "no stock"), (b"c", None),
     }  # fmt: skip
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)
@@ -292,12 +301,12 @@ async def test_a_resend_with_a_rate_and_a_delay_delivers_one_message_after_anoth
     resolved = await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(10_000, 2.0))
     assert resolved.rows == 5 and world.broker.dead_letters.count(GROUP) == 0
     assert not (await receive(world)).receipts
-    found: list[int] = []
+    received_counts: list[int] = []
     await world.restart()
     for _ in range(25):
         await world.advance(500)
-        found.append(len((await receive(world)).receipts))
-    assert found == [0] * 19 + [1] * 5 + [0]
+        received_counts.append(len((await receive(world)).receipts))
+    assert received_counts == [0] * 19 + [1] * 5 + [0], "two in a second, beginning after 10 s"
 
 
 @on_node()
@@ -329,8 +338,8 @@ async def test_a_cancel_by_the_unique_key_of_a_resent_message_does_not_end_it(wo
     await make_dead_letters(world, [b"a"], keys=[with_unique_key("k", unique)])
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS, Pace(1_000))
-    found = await world.broker.cancel(keys=[unique.key], topic=TOPIC)
-    assert [verdict.verdict for verdict in found] == ["not_found"]
+    verdicts = await world.broker.cancel(keys=[unique.key], topic=TOPIC)
+    assert [verdict.verdict for verdict in verdicts] == ["not_found"]
     await world.advance(1_000)
     received = await receive(world)
     assert bodies(received) == [b"a"] and received.rows.column("keys").to_pylist() == ["k"]

@@ -34,6 +34,7 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.errors import NotFound, OutOfRange, OverLimit
 from timeball.model.message import Kind, encode_properties
 
+# The kinds of rows that contain, release, move or end a message.
 MESSAGES = [Kind.MESSAGE, Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL, Kind.MOVED]
 
 
@@ -43,12 +44,12 @@ async def test_a_receive_appends_no_message_row_and_does_not_advance_the_offset(
     received = await receive(world, invisible_ms=5_000)
     assert sorted(bodies(received)) == [b"a", b"b"] and attempts(received) == [1, 1]
     assert engine(world).leases.count.rows == 2
-    ends = {one.deadline_ms for queue in engine(world).leases.all() for one in queue.in_flight.values()}
+    ends = {lease.deadline_ms for queue in engine(world).leases.all() for lease in queue.in_flight.values()}
     assert ends == {world.broker.clock.elapsed_ms() + 5_000}
     assert world.broker.offsets(GROUP, TOPIC) == {0: 0, 1: 0}
     await world.broker.log.writer.flushed()
-    reader = world.broker.log.reader
-    assert not list(reader.rows(received.rows.column("seq")[-1].as_py() + 1, reader.next_seq, MESSAGES))
+    reader, last_seq = world.broker.log.reader, received.rows.column("seq")[-1].as_py()
+    assert not list(reader.rows(last_seq + 1, reader.next_seq, MESSAGES))
     assert await in_queue(world, AGAIN) == [] and world.broker.redeliveries.waiting_rows == 0
 
 
@@ -97,7 +98,7 @@ async def test_an_unacknowledged_message_is_redelivered_once_and_counted(world: 
     await pass_time(world, 1)
     again = await receive(world)
     assert bodies(again) == bodies(received) and attempts(again) == [2]
-    assert await acknowledge(world, received) == [False], "its time was over"
+    assert await acknowledge(world, received) == [False], "its lease had ended"
     assert await acknowledge(world, again) == [True]
     await pass_time(world, 2 * MINUTE_MS)
     assert bodies(await receive(world)) == []
@@ -149,9 +150,10 @@ async def test_a_receive_without_messages_returns_after_its_wait_time(world: Wor
 async def test_concurrent_receives_get_each_message_once(world: World) -> None:
     await send(world, [b"%d" % i for i in range(60)])
     received = await asyncio.gather(*(receive(world, 7) for _ in range(12)))
-    got = [body for one in received for body in bodies(one)]
-    assert len(got) == len(set(got)) == 60
-    assert all(await engine(world).acknowledge([receipt for one in received for receipt in one.receipts]))
+    all_bodies = [body for answer in received for body in bodies(answer)]
+    assert len(all_bodies) == len(set(all_bodies)) == 60
+    receipts = [receipt for answer in received for receipt in answer.receipts]
+    assert all(await engine(world).acknowledge(receipts))
     assert world.broker.offsets(GROUP, TOPIC) == {0: 30, 1: 30}
 
 
@@ -160,7 +162,7 @@ async def test_a_message_that_comes_back_is_handed_out_whatever_the_filter_is(wo
     await send(world, [b"a", b"b", b"c", b"d"], tag=["x", "y", "x", "y"])
     wanted = compile_filter("y")
     assert sorted(bodies(await receive(world, wanted=wanted))) == [b"b", b"d"]
-    assert engine(world).leases.count.rows == 2, "what nobody wants is done"
+    assert engine(world).leases.count.rows == 2, "messages that the filter excludes are done"
     await pass_time(world, MINUTE_MS)
     assert world.broker.offsets(GROUP, TOPIC) == {0: 2, 1: 2}
     assert sorted(bodies(await receive(world, wanted=compile_filter("z")))) == [b"b", b"d"]
@@ -170,23 +172,23 @@ async def test_a_message_that_comes_back_is_handed_out_whatever_the_filter_is(wo
 async def test_a_receive_that_is_cancelled_at_any_turn_leaves_no_lease_and_counts_no_attempt(
     world: World,
 ) -> None:
-    """While its group begins, its rows are read, or its lease is written."""
+    """The cancel comes after each number of turns of the event loop that a receive takes."""
     turns, is_done = 0, False
     while not is_done:
         await send(world, [b"%d" % turns])
-        asking = asyncio.create_task(receive(world))
+        receiving = asyncio.create_task(receive(world))
         for _ in range(turns):
             await asyncio.sleep(0)
-        is_done = asking.done()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        assert asking.cancelled() != is_done
+        is_done = receiving.done()
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        assert receiving.cancelled() != is_done
         if not is_done:
             again = await receive(world)
             assert bodies(again) == [b"%d" % turns] and attempts(again) == [1]
             await acknowledge(world, again)
         turns += 1
-    assert turns > 3, "or a receive took no turn"
+    assert turns > 3, "otherwise no receive was cancelled while it ran"
     assert await in_queue(world, AGAIN) == []
 
 
@@ -224,9 +226,9 @@ async def test_invalid_receive_requests_are_refused(world: World) -> None:
     await send(world, [b"a"])
     with pytest.raises(NotFound, match="'nothing' does not exist"):
         await receive(world, topic="nothing")
-    for wrong in ({"rows": 0}, {"invisible_ms": 0}, {"queue_id": 2}):
+    for invalid_field in ({"rows": 0}, {"invisible_ms": 0}, {"queue_id": 2}):
         with pytest.raises(OutOfRange):
-            await receive(world, **wrong)
+            await receive(world, **invalid_field)
     (receipt,) = (await receive(world)).receipts
     with pytest.raises(OutOfRange, match="between 0 and"):
         await engine(world).change_invisible_time(receipt, -1)
@@ -244,7 +246,8 @@ async def test_an_ordered_message_without_attempts_left_becomes_a_dead_letter_an
         assert await engine(world).change_invisible_time(received.receipts[0], 0) == received.receipts[0]
         world.broker.consuming.wake()
         await world.until(
-            lambda: not any(queue.in_flight for queue in world.broker.consuming.leases.all()), "it is back"
+            lambda: not any(queue.in_flight for queue in world.broker.consuming.leases.all()),
+            "the message is back",
         )
     received = await receive(world, 1, in_order=True)
     assert (bodies(received), attempts(received)) == ([b"b"], [1])
@@ -295,9 +298,8 @@ async def test_a_cancel_of_a_leased_message_is_refused_and_its_receipt_stays_val
     assert {verdict.verdict for verdict in await world.broker.cancel(keys=["k"])} == {"released"}
     moved = await world.broker.reschedule(ids=["u1", "u2"], delay_ms=5_000)
     assert [verdict.verdict for verdict in moved] == ["not_found", "released"]
-    assert await acknowledge(world, received) == [True, True], "they are the consumer's still"
-    named = await receive(world)
-    assert named.receipts == []
+    assert await acknowledge(world, received) == [True, True], "the consumer still has the leases"
+    assert (await receive(world)).receipts == []
 
 
 @on_node()
@@ -307,7 +309,7 @@ async def test_a_cancel_that_names_the_retry_topic_cancels_a_message_that_waits_
     await send(world, [b"a"], unique_key=["u1"])
     received = await receive(world)
     verdicts = await world.broker.cancel(ids=["u1"], topic=AGAIN)
-    assert [verdict.verdict for verdict in verdicts] == ["not_found"], "a lease waits for nothing"
+    assert [verdict.verdict for verdict in verdicts] == ["not_found"], "a leased message has no copy yet"
     assert await engine(world).nack(received.receipts[0], MINUTE_MS) is not None
     verdicts = await world.broker.cancel(ids=["u1"], topic=AGAIN)
     assert [verdict.verdict for verdict in verdicts] == ["cancelled"]
@@ -322,7 +324,7 @@ async def test_a_cancel_that_names_the_retry_topic_cancels_a_message_that_waits_
 @on_node()
 async def test_consumers_with_sql_get_each_match_once(world: World) -> None:
     """Two members skip the same messages at the same time: no match is skipped, and none comes twice."""
-    numbers = [n % 97 for n in range(600)]
+    numbers = [n % 97 for n in range(600)]  # 13 and 14 in every 97 messages
     properties = [encode_properties({"n": str(number)}) for number in numbers]
     await send(world, [b"%d" % n for n in range(600)], properties=properties)
     wanted = compile_filter("n BETWEEN 13 AND 14", SQL92)
@@ -350,13 +352,14 @@ async def test_messages_that_the_sql_filter_skips_are_not_leased(
     leased = []
     lease_next = QueueLeases.lease_next
 
-    def count(self: QueueLeases, offsets: list[int], *rest: object, **more: object) -> None:
+    def record_offsets(self: QueueLeases, offsets: list[int], *args: object, **kwargs: object) -> None:
         leased.extend(offsets)
-        lease_next(self, offsets, *rest, **more)  # type: ignore[arg-type]
+        lease_next(self, offsets, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(QueueLeases, "lease_next", count)
+    monkeypatch.setattr(QueueLeases, "lease_next", record_offsets)
     received = await receive(world, rows=1, wanted=compile_filter("n = 450", SQL92))
-    assert bodies(received) == [b"450"] and leased == [0, 225], "of two queues"
+    # The first message is leased and then read. Message 450 is at offset 225 of queue 0.
+    assert bodies(received) == [b"450"] and leased == [0, 225]
 
 
 @on_node()
@@ -372,6 +375,7 @@ async def test_the_stored_offset_passes_messages_that_the_sql_filter_skips(world
 async def test_a_topic_deleted_during_a_skip_leaves_no_offset(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A skip moves the group past messages that the filter excludes (`Consuming._skip_unmatched`)."""
     properties = [encode_properties({"n": str(n)}) for n in range(50)]
     await send(world, [b"%d" % n for n in range(50)], properties=properties)
     in_thread = consuming_engine.in_thread

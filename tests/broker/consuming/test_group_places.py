@@ -25,8 +25,9 @@ ID = "id-1"
 
 
 async def place(world: World, message_id: str = ID) -> GroupPlace | None:
-    (found,) = await world.broker.find(message_id)
-    return next(iter(found.groups), None)
+    """The state of the message in its only group. None if no group has begun in the topic."""
+    (message,) = await world.broker.find(message_id)
+    return next(iter(message.groups), None)
 
 
 @on_node()
@@ -47,9 +48,9 @@ async def test_the_state_of_a_message_is_leased_waiting_and_done_in_turn_also_af
     assert await place(world) == GroupPlace(GROUP, "waiting", 1, until_ms)
     await pass_time(world, 2 * MINUTE_MS)
     again = await receive(world)
-    told = await place(world)
-    assert told is not None
-    assert (told.state, told.attempts) == ("leased", 2)
+    second_lease = await place(world)
+    assert second_lease is not None
+    assert (second_lease.state, second_lease.attempts) == ("leased", 2)
     assert await acknowledge(world, again) == [True]
     assert await place(world) == GroupPlace(GROUP, "done", 2)
     await world.restart()
@@ -86,12 +87,12 @@ async def test_a_dead_letter_has_the_state_dead(world: World) -> None:
 @on_node()
 async def test_the_state_in_a_group_without_leases_follows_its_stored_offset(world: World) -> None:
     await send(world, [b"a"], unique_key=[ID])
-    (found,) = await world.broker.find(ID)
-    assert found.queue_id is not None
-    await world.broker.commit_offsets("reader", "orders", {found.queue_id: 1})
-    await world.broker.commit_offsets("slow", "orders", {found.queue_id: 0})
-    (found,) = await world.broker.find(ID)
-    assert found.groups == [GroupPlace("reader", "done"), GroupPlace("slow", "waiting")]
+    (message,) = await world.broker.find(ID)
+    assert message.queue_id is not None
+    await world.broker.commit_offsets("reader", "orders", {message.queue_id: 1})
+    await world.broker.commit_offsets("slow", "orders", {message.queue_id: 0})
+    (message,) = await world.broker.find(ID)
+    assert message.groups == [GroupPlace("reader", "done"), GroupPlace("slow", "waiting")]
 
 
 @on_node()
@@ -101,16 +102,17 @@ async def test_messages_with_the_same_id_have_separate_states(world: World) -> N
     await send(world, [b"b"], unique_key=[ID])
     await receive(world)
     newest, oldest = await world.broker.find(ID)
-    assert [one.state for one in (*newest.groups, *oldest.groups)] == ["leased", "done"]
+    assert [group.state for group in (*newest.groups, *oldest.groups)] == ["leased", "done"]
 
 
 def test_a_copy_that_names_no_row_belongs_to_the_newest_message_of_its_topic() -> None:
     def copy(seq: int, source_seq: int | None, origin: str | None = "a") -> Copy:
         return Copy(Kind.SCHEDULED, seq, source_seq, "%RETRY%g_a", 0, 0, 9, 1, "g", origin)
 
+    # The messages 1, 3 and 5, whose visible rows are 2, 4 and 6.
     places = {row: MessagePlace("visible", row - 1, topic) for row, topic in ((2, "a"), (4, "a"), (6, "b"))}
-    chain = [copy(10, 2), copy(11, 10), copy(12, 11)]
-    found = copies_by_message(
+    chain = [copy(10, 2), copy(11, 10), copy(12, 11)]  # each names the row before
+    copies = copies_by_message(
         [*reversed(chain), copy(20, None), copy(21, None, "b"), copy(22, None, None)], places
     )
-    assert found == {1: chain, 3: [copy(20, None)], 5: [copy(21, None, "b")]}
+    assert copies == {1: chain, 3: [copy(20, None)], 5: [copy(21, None, "b")]}

@@ -27,7 +27,7 @@ from timeball.model.message import decode_properties
 async def test_an_ordered_queue_hands_out_nothing_while_one_of_its_messages_is_leased(world: World) -> None:
     await send_in_order(world)
     popped = await pop(world, 2, in_order=True)
-    assert bodies(popped) == [b"0", b"1"] and popped.times == [0, 0]
+    assert bodies(popped) == [b"0", b"1"] and popped.times == [0, 0]  # no earlier leases
     waiting = asyncio.create_task(pop(world, 2, in_order=True, wait_ms=30_000))
     receipts = popped.receipts
     engine(world).acknowledge_now(receipts[:1])

@@ -28,18 +28,19 @@ from timeball.model.access import ANONYMOUS, Caller
 
 
 class Reader(Caller):
-    """May not administer."""
+    """A caller that has no permission to administer."""
 
     def check(self, *_: Any, **names: Any) -> None:
         raise Forbidden("only a reader")
 
 
 async def set_limit(world: World, number: int) -> None:
+    """Let members of GROUP hold at most `number` messages with the same key. 0 removes the limit."""
     await world.broker.administration.limit_keys(GROUP, number, ANONYMOUS)
 
 
 async def send(world: World, keys: list[str | None], queues: int = 3, **columns: Any) -> None:
-    """One message for each key, with its number as the body, in queues by turns."""
+    """Send a message for each key, to the queues in turn. The body is the index of the key."""
     if TOPIC not in world.broker.topics():
         await world.broker.create_topic(TOPIC, queues)
     texts = [str(number).encode() for number in range(len(keys))]
@@ -47,11 +48,12 @@ async def send(world: World, keys: list[str | None], queues: int = 3, **columns:
 
 
 def keys_of(received: Received) -> list[str]:
+    """The keys of these messages, in the order of the answer."""
     return column(received.rows, "keys")
 
 
 async def keep_the_limit(world: World, keys: list[str], number: int, seed: int) -> None:
-    """Consumers receive, acknowledge, give back, disconnect; the held messages keep limit and order."""
+    """Run random consumers while rows are read with random delays, and check the limit and the order of each key."""
     chance = random.Random(seed)
 
     async def read_late(*args: Any, **kwargs: Any) -> Any:
@@ -65,16 +67,16 @@ async def keep_the_limit(world: World, keys: list[str], number: int, seed: int) 
 
 
 async def _keep_the_limit(world: World, keys: list[str], number: int, chance: random.Random) -> None:
+    """Consumers receive, acknowledge and disconnect until all messages are acknowledged."""
     await set_limit(world, number)
     await send(world, list(keys))
-    held: list[tuple[str, int, Any]] = []  # (key, number, receipt)
-    done: dict[str, list[int]] = {key: [] for key in keys}
-    begun: dict[str, list[int]] = {key: [] for key in keys}
+    held: list[tuple[str, int, Any]] = []  # (key, index of the message, receipt)
+    done: dict[str, list[int]] = {key: [] for key in keys}  # in the order of the acknowledgements
 
     def take(received: Received) -> None:
+        """Add messages to `held`, and check the limit."""
         for key, body, receipt in zip(keys_of(received), bodies(received), received.receipts, strict=True):
             held.append((key, int(body), receipt))
-            begun[key].append(int(body))
         over = {key: count for key, count in Counter(key for key, _, _ in held).items() if count > number}
         assert not over, f"more than {number} are held of {over}"
 
@@ -84,7 +86,7 @@ async def _keep_the_limit(world: World, keys: list[str], number: int, chance: ra
         match chance.randrange(4):
             case 0:
                 take(await pop(world, rows=chance.randint(1, 4)))
-            case 1:  # several at once, of which one leaves before it has read
+            case 1:  # four consumers at once, and one of them disconnects before its rows are read
                 waiting = [asyncio.ensure_future(pop(world, rows=chance.randint(1, 3))) for _ in range(4)]
                 for _ in range(chance.randrange(3)):
                     await asyncio.sleep(0)
@@ -97,9 +99,8 @@ async def _keep_the_limit(world: World, keys: list[str], number: int, chance: ra
                 assert await engine(world).acknowledge([receipt]) == [True]
                 done[key].append(body)
             case 3 if held:  # the answer did not reach its consumer
-                key, body, receipt = held.pop(chance.randrange(len(held)))
+                _, _, receipt = held.pop(chance.randrange(len(held)))
                 engine(world).return_unseen([receipt])
-                begun[key].remove(body)
     assert sum(map(len, done.values())) == len(keys), "a message is not handed out"
     if number == 1:
         assert all(numbers == sorted(numbers) for numbers in done.values()), "a key is out of order"
@@ -120,12 +121,15 @@ def test_a_group_holds_no_more_messages_of_a_key_than_its_limit_and_in_order(
 
 
 def test_more_than_the_limit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an engine that sees no keys."""
     monkeypatch.setattr(key_limits, "_keys_of", lambda rows: [None] * rows.num_rows)
     with pytest.raises(AssertionError, match="are held of"):
         on_node()(keep_the_limit)(["a"] * 10, 1, 1)
 
 
 def test_a_read_that_overtakes_an_earlier_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: turns that do not wait for earlier ones."""
+
     async def at_once(turn: key_limits.Turn) -> bool:
         return True
 
@@ -147,22 +151,23 @@ async def test_other_keys_are_handed_out_and_the_end_of_a_lease_frees_its_slot(w
     await engine(world).acknowledge(first.receipts[:1])
     second = await waiting
     assert bodies(second) == [b"2"]
-    # A nack, and the end of a lease, free the place before the message comes again.
+    # A nack and the end of a lease free the slot, before the message comes again.
     await engine(world).nack(first.receipts[1], 60 * MINUTE_MS)
     assert bodies(await pop(world, invisible_ms=MINUTE_MS)) == [b"3"]
     await pass_time(world, 2 * MINUTE_MS)
     assert bodies(await pop(world)) != []
-    held = [lease for queue in engine(world).leases.all() for lease in queue.in_flight.values()]
-    assert sum(lease.key == "a" for lease in held) == 2
+    leases = [lease for queue in engine(world).leases.all() for lease in queue.in_flight.values()]
+    assert sum(lease.key == "a" for lease in leases) == 2
 
 
 @on_node()
 async def test_messages_without_a_key_or_with_only_a_unique_key_have_no_limit(world: World) -> None:
     await set_limit(world, 1)
     await send(world, [None] * 3 + ["unique:x"] * 3 + ["unique:x k", "unique:y k", "k j"], queues=1)
+    # Message 6 takes the slot of key k. Message 7 waits for it, and so does 8, whose first key is k.
     assert bodies(await pop(world)) == [b"0", b"1", b"2", b"3", b"4", b"5", b"6"]
-    held = [lease.key for queue in engine(world).leases.all() for lease in queue.in_flight.values()]
-    assert [key for key in held if key] == ["k"]
+    slots = [lease.key for queue in engine(world).leases.all() for lease in queue.in_flight.values()]
+    assert [key for key in slots if key] == ["k"]
 
 
 @pytest.mark.parametrize("way", ["stop", "kill"])
@@ -212,12 +217,12 @@ async def test_a_group_leases_nothing_new_while_too_many_messages_are_parked(wor
         assert bodies(first) == [b"0"] and bodies(await pop(world, rows=4)) == []
         parked = sum(len(queue.parked) for queue in engine(world).leases.all())
         assert 10 <= parked < 10 + 4
-        found, receipts = 1, first.receipts
+        count, receipts = 1, first.receipts
         while receipts:
             await engine(world).acknowledge(receipts)
             received = await pop(world, rows=4)
-            found, receipts = found + len(received.receipts), received.receipts
-        assert found == 101
+            count, receipts = count + len(received.receipts), received.receipts
+        assert count == 101, "all messages were handed out in the end"
 
 
 @on_node()
@@ -232,8 +237,8 @@ async def test_a_moved_offset_and_removed_rows_free_their_slots(world: World) ->
     assert bodies(await pop(world)) == [b"1"]
 
 
-@pytest.mark.parametrize("what", ["group", "topic"])
-def test_a_deleted_group_or_topic_leaves_no_slots(what: str) -> None:
+@pytest.mark.parametrize("deleted", ["group", "topic"])
+def test_a_deleted_group_or_topic_leaves_no_slots(deleted: str) -> None:
     @on_node()
     async def leaves_nothing(world: World) -> None:
         await set_limit(world, 1)
@@ -241,7 +246,7 @@ def test_a_deleted_group_or_topic_leaves_no_slots(what: str) -> None:
         assert bodies(await pop(world)) == [b"0", b"2"]
         assert list(engine(world)._key_limits._groups) == [GROUP]
         administration = world.broker.administration
-        if what == "group":
+        if deleted == "group":
             await administration.delete_group(GROUP, ANONYMOUS, with_offsets=True)
         else:
             await administration.delete_topic(TOPIC, ANONYMOUS)

@@ -31,7 +31,7 @@ from timeball.model.message import Kind, pairs_of
 
 CONSUMERS, KILLS, RECEIVED_BEFORE, ROWS = 4, 3, 120, 8
 GROUP, TOPIC = "g", "orders"
-INVISIBLE_MS = 600_000  # no time is over while the test runs
+INVISIBLE_MS = 600_000  # no lease ends while the test runs
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Known:
 
 
 def serve(data: Path) -> tuple[Running, dict[str, Any]]:
+    """Start a broker. Returns its process and its `ready` event, which contains the addresses."""
     server = Running("serve", "--json", "--port", "0", "--data", str(data), "--ack-save-ms", "0")
     return server, server.wait_line(event="ready")
 
@@ -68,25 +69,27 @@ def grpc_port(ready: dict[str, Any]) -> int:
 
 
 def receive(wire: Wire) -> list[Any]:
+    """Receive up to ROWS messages (protobuf)."""
     return wire.receive(GROUP, TOPIC, batch_size=ROWS, invisible_ms=INVISIBLE_MS)
 
 
 def consume(port: int, number: int, known: Known, done: threading.Semaphore) -> None:
-    """Receive, and acknowledge every other message, until the broker is gone."""
+    """Receive, and acknowledge every other message, until the broker is gone. `done` counts the received messages."""
     with Wire(port, f"consumer-{number}") as wire:
         try:
             while True:
                 messages = receive(wire)
                 with known.lock:
-                    known.received.update(one.body.decode() for one in messages)
-                for one in messages[::2]:
-                    acknowledge(wire, one, known)
+                    known.received.update(message.body.decode() for message in messages)
+                for message in messages[::2]:
+                    acknowledge(wire, message, known)
                 done.release(max(1, len(messages)))
         except grpc.RpcError:
             return
 
 
 def acknowledge(wire: Wire, message: Any, known: Known) -> None:
+    """Acknowledge a message. Its body is in `doubtful` until the answer arrives."""
     body = message.body.decode()
     with known.lock:
         known.doubtful.add(body)
@@ -102,7 +105,7 @@ def acknowledge(wire: Wire, message: Any, known: Known) -> None:
 
 
 def held(ball: Timeball) -> Counter[str]:
-    """Bodies of the messages whose leases of GROUP are in the log."""
+    """The bodies of the messages whose leases of GROUP are in the log, with the number of their leases."""
     log = ball.status()["log"]
     parts: dict[str, SavedPart] = {}
     visible: dict[tuple[int, int], str] = {}
@@ -147,7 +150,7 @@ def test_after_each_kill_no_message_is_lost_or_handed_out_twice(tmp_path: Path) 
         after: Counter[str] = Counter()
         with Wire(grpc_port(ready), "last") as wire, client_of(ready) as ball:
             while messages := receive(wire):
-                after.update(one.body.decode() for one in messages)
+                after.update(message.body.decode() for message in messages)
             assert known.faults(sent, after, held(ball)) == []
     finally:
         server.end(signal.SIGKILL)
@@ -156,12 +159,12 @@ def test_after_each_kill_no_message_is_lost_or_handed_out_twice(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("after", "waiting"),
     [
-        (["A", "B"], ["B", "C"]),  # handed out again although it had been acknowledged
-        (["B", "D"], ["B", "C"]),  # and although its time was not over
+        (["A", "B"], ["B", "C"]),  # A was handed out again although it had been acknowledged
+        (["B", "D"], ["B", "C"]),  # D was handed out again although its lease had not ended
         (["B"], ["B"]),  # C was handed out, and nothing brings it back
         ([], ["C"]),  # B is lost
-        (["B"], ["A", "B", "C"]),
-        (["B"], ["B", "C", "C"]),
+        (["B"], ["A", "B", "C"]),  # A was acknowledged, and waits for the end of a lease
+        (["B"], ["B", "C", "C"]),  # C has two leases
     ],
 )
 def test_a_fault_is_seen(after: list[str], waiting: list[str]) -> None:

@@ -39,7 +39,7 @@ from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.message import Kind, pairs_of
 
-PART = 4  # positions
+PART = 4  # positions in a part
 
 
 @pytest.fixture
@@ -49,11 +49,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def send_to_one_queue(world: World, count: int) -> None:
+    """Send messages to queue 0. Their bodies are their offsets in two digits."""
     await send(world, [b"%02d" % i for i in range(count)], queue_id=pa.array([0] * count, pa.int32()))
 
 
 def frames(world: World, from_seq: int) -> Iterator[dict[str, SavedPart | None]]:
-    """The rows of leases in the log, by part, for each batch of META rows. None: deleted."""
+    """Yield for each batch of META rows its rows of leases, by `<queue>@<part>`. None for a row that deletes a part."""
     for rows in world.broker.read_log(from_seq, 1 << 60, [Kind.META]):
         yield {
             key.removeprefix(f"leases/{GROUP}@{TOPIC}@"): (
@@ -65,25 +66,28 @@ def frames(world: World, from_seq: int) -> Iterator[dict[str, SavedPart | None]]
 
 
 class Written:
-    """The rows of leases that are written from now on."""
+    """Reads the rows of leases that are written from now on."""
 
     def __init__(self, world: World) -> None:
         self.world, self.from_seq = world, world.broker.log.writer.next_seq
 
     async def parts(self) -> dict[str, SavedPart | None]:
+        """The last row of each part that was written since the last call, as `frames` yields them."""
         await self.world.broker.log.writer.flushed()
-        found: dict[str, SavedPart | None] = {}
+        parts: dict[str, SavedPart | None] = {}
         for frame in frames(self.world, self.from_seq):
-            found |= frame
+            parts |= frame
         self.from_seq = self.world.broker.log.writer.next_seq
-        return found
+        return parts
 
 
 async def save(world: World) -> None:
+    """Save the changed leases, durably."""
     await engine(world).saver.saved()
 
 
 def open_offsets(part: SavedPart | None) -> list[int]:
+    """The open positions that the row of a part contains. The part must not be deleted."""
     assert part is not None
     return [offset for run in part.runs for offset in range(run.offset, run.offset + run.count)]
 
@@ -253,7 +257,7 @@ async def test_changes_are_saved_by_the_timer(world: World) -> None:
     table = world.broker.tables.leases.values
     await world.until(lambda: table and not engine(world).leases.count.changed, "the leases are saved")
     await acknowledge(world, received)
-    await world.until(lambda: not table, "they are deleted")
+    await world.until(lambda: not table, "the rows are deleted")
     await world.broker.log.writer.flushed()
     await power_cut(world)
     assert bodies(await receive(world)) == [] and world.broker.offsets(GROUP, TOPIC)[0] == 3
@@ -265,17 +269,17 @@ async def test_many_queues_are_saved_in_slices(world: World, monkeypatch: pytest
     await world.broker.create_topic(TOPIC, 7)
     await send(world, [b"%d" % i for i in range(7)], queue_id=pa.array(range(7), pa.int32()))
     received = await receive(world)
-    await world.until(lambda: not engine(world).leases.count.changed, "all are saved")
-    sizes, append = [], LogWriter.append
+    await world.until(lambda: not engine(world).leases.count.changed, "all queues are saved")
+    rows_of_leases, append = [], LogWriter.append
 
-    def appended(writer: LogWriter, rows: pa.RecordBatch, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(sum(key.startswith("leases/") for key, _ in pairs_of(as_batch(rows))))
+    def count_rows(writer: LogWriter, rows: pa.RecordBatch, *args: Any, **kwargs: Any) -> Any:
+        rows_of_leases.append(sum(key.startswith("leases/") for key, _ in pairs_of(as_batch(rows))))
         return append(writer, rows, *args, **kwargs)
 
-    monkeypatch.setattr(LogWriter, "append", appended)
+    monkeypatch.setattr(LogWriter, "append", count_rows)
     await acknowledge(world, received)
-    await world.until(lambda: not engine(world).leases.count.changed, "all are saved")
-    assert sizes == [2, 2, 2, 1]
+    await world.until(lambda: not engine(world).leases.count.changed, "all queues are saved")
+    assert rows_of_leases == [2, 2, 2, 1], "in each append"
     assert world.broker.tables.leases.values == {}
     await world.broker.log.writer.flushed()
     await power_cut(world)
@@ -289,20 +293,20 @@ async def test_leases_are_saved_when_the_disk_is_no_longer_full(
     monkeypatch.setattr(lease_saver, "AGAIN_MS", 1)
     await send_to_one_queue(world, 3)
     await receive(world, 1)
-    await world.until(lambda: not engine(world).leases.count.changed, "the first one is saved")
+    await world.until(lambda: not engine(world).leases.count.changed, "the first lease is saved")
     with monkeypatch.context() as full:
-        looked = 0
+        checks = 0
 
         def no_room(_: object) -> bool:
-            nonlocal looked
-            looked += 1
+            nonlocal checks
+            checks += 1
             return True
 
         full.setattr(type(world.broker.log.writer), "no_room", property(no_room))
         await receive(world, 1)
-        await world.until(lambda: looked > 3, "it has tried again")
+        await world.until(lambda: checks > 3, "the saver has tried again")
         assert engine(world).leases.count.changed
-    await world.until(lambda: not engine(world).leases.count.changed, "both are saved")
+    await world.until(lambda: not engine(world).leases.count.changed, "both leases are saved")
     (part,) = world.broker.tables.leases.values.values()
     assert open_offsets(part) == [0, 1]
 
@@ -329,7 +333,10 @@ async def test_an_error_of_the_timer_stops_the_broker(world: World, monkeypatch:
 async def test_a_message_that_was_returned_before_a_power_cut_exists_once(
     world: World, small_parts: None, verb: str
 ) -> None:
-    """Its position is in a part that was saved before, and that is not the last one."""
+    """The message is at offset 2, in a part that was saved before and is not the last one.
+
+    `verb`: how message 2 returns: "nack" at once, "nack later" after a minute.
+    """
     await send_to_one_queue(world, 10)
     receipts = (await receive(world)).receipts
     await save(world)
@@ -344,7 +351,7 @@ async def test_a_message_that_was_returned_before_a_power_cut_exists_once(
     else:
         assert await engine(world).nack(receipts[2], MINUTE_MS if verb == "nack later" else 0)
     await power_cut(world)
-    assert await engine(world).acknowledge([receipts[2]]) == [False], "its lease is over"
+    assert await engine(world).acknowledge([receipts[2]]) == [False], "its lease has ended"
     await pass_time(world, 20 * MINUTE_MS)
     others = [b"%02d" % i for i in range(10) if i != 2]
     assert sorted([*await in_queue(world, AGAIN), *await in_queue(world, DEAD)]) == sorted([*others, b"02"])
@@ -355,6 +362,7 @@ async def test_a_message_that_was_returned_before_a_power_cut_exists_once(
 
 
 def state_of(queue: QueueLeases) -> dict[str, object]:
+    """The attributes that a restart must restore."""
     return {
         name: getattr(queue, name)
         for name in (
@@ -365,6 +373,7 @@ def state_of(queue: QueueLeases) -> dict[str, object]:
 
 
 def restore_queues(world: World) -> list[QueueLeases]:
+    """The queues that a start would restore from the rows so far."""
     tables = world.broker.tables
     queues, orphaned_parts = restored_queues(
         tables.leases,
@@ -378,20 +387,21 @@ def restore_queues(world: World) -> list[QueueLeases]:
 
 
 def check_rows_agree(world: World) -> None:
-    """The rows agree with the queues, and no row is without content."""
-    now = {(queue.topic, queue.queue_id): queue for queue in engine(world).leases.all()}
-    found = {(queue.topic, queue.queue_id): queue for queue in restore_queues(world)}
-    for key, queue in now.items():
-        if key not in found:
+    """Check that the saved rows restore the queues as they are, and that each row has open positions or is the last."""
+    current = {(queue.topic, queue.queue_id): queue for queue in engine(world).leases.all()}
+    restored = {(queue.topic, queue.queue_id): queue for queue in restore_queues(world)}
+    for key, queue in current.items():
+        if key not in restored:
             assert queue.is_idle and queue.next_offset == queue.stored_offset, key
             continue
-        assert state_of(found[key]) == state_of(queue), key
+        assert state_of(restored[key]) == state_of(queue), key
         last = (queue.next_offset - 1) // PART
         used = {offset // PART for offset in (*queue.in_flight, *queue.returned, *queue.acked_ahead)}
         assert queue.saved_parts <= used | {last}, key
-    assert found.keys() <= now.keys()
+    assert restored.keys() <= current.keys()
 
 
+# A step, and a number whose meaning depends on the step: rows, an index of a receipt, or seconds.
 STEPS = st.tuples(
     st.sampled_from(["receive", "ack", "ack", "give back", "change", "nack", "expire", "save"]),
     st.integers(0, 30),
@@ -409,8 +419,8 @@ def test_a_start_restores_the_same_leases_from_the_saved_rows(steps: list[tuple[
         for step, n in steps:
             receipt = held[n % len(held)] if held else None
             if step == "receive":
-                got = await receive(world, n + 1)
-                held += [one for one in got.receipts if one.topic == TOPIC]
+                received = await receive(world, n + 1)
+                held += [receipt for receipt in received.receipts if receipt.topic == TOPIC]
             elif step == "save":
                 await save(world)
                 check_rows_agree(world)
@@ -444,6 +454,8 @@ def is_saved(world: World, group: str, from_seq: int) -> bool:
     return any(key == f"offsets/{group}@{TOPIC}" for batch in rows for key, _ in pairs_of(batch))
 
 
+# A step, its group and queue, and a number: rows, an index of a receipt, or an offset. "saved" saves the leases, and
+# "save" also all offsets. "cut" cuts the power.
 MOVES = st.tuples(
     st.sampled_from(["receive", "receive", "ack", "ack", "nack", "move", "saved", "save", "cut"]),
     st.sampled_from([GROUP, "other"]),
@@ -473,15 +485,15 @@ def test_a_start_after_a_power_cut_never_combines_a_moved_offset_with_older_leas
     @on_node(InTurn, ack_save_ms=1_000)
     async def life(world: World) -> None:
         await send(world, [b"%02d" % i for i in range(24)])
-        held: dict[tuple[str, int], list[Receipt]] = {}
-        # Where to, and when, since the group last received.
+        held: dict[tuple[str, int], list[Receipt]] = {}  # by group and queue
+        # Offsets that were stored since the group last received: the offset, and the end of the log at that time.
         moved: dict[tuple[str, int], tuple[int, int]] = {}
         for step, group, queue_id, n in [*steps, ("cut", GROUP, 0, 0)]:
             key = group, queue_id
             if step == "receive":
-                ask = ReceiveRequest(group, TOPIC, queue_id, rows=n + 1, invisible_ms=MINUTE_MS)
-                got = (await engine(world).receive(ask, 0)).receipts
-                held.setdefault(key, []).extend(one for one in got if one.topic == TOPIC)
+                request = ReceiveRequest(group, TOPIC, queue_id, rows=n + 1, invisible_ms=MINUTE_MS)
+                receipts = (await engine(world).receive(request, 0)).receipts
+                held.setdefault(key, []).extend(receipt for receipt in receipts if receipt.topic == TOPIC)
                 moved.pop(key, None)
             elif step in ("ack", "nack") and held.get(key):
                 receipt = held[key].pop(n % len(held[key]))
@@ -494,7 +506,7 @@ def test_a_start_after_a_power_cut_never_combines_a_moved_offset_with_older_leas
                 moved[key] = n, world.broker.log.writer.next_seq
                 queue = engine(world).leases.get(group, TOPIC, queue_id)
                 if queue is not None and queue.stored_offset == n:
-                    del moved[key]  # moved back before anybody has looked: the leases stay
+                    del moved[key]  # moved back before the broker used the other offset: the leases stay
             elif step == "saved":
                 await save(world)
             elif step == "save":

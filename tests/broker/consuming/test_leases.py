@@ -27,14 +27,16 @@ from timeball.model.errors import OverLimit
 
 
 def leases_of_queue(next_offset: int = 0, index: QueueIndex | None = None) -> QueueLeases:
+    """The leases of a group that begins at `next_offset` of a queue, which is empty without an `index`."""
     index = index or QueueIndexes(CrashFiles()).queue("t", 0)
     return QueueLeases("g", "t", 0, index, next_offset, next_offset, OpenCount())
 
 
-def lease_positions(into: QueueLeases, offsets: list[int], pop_ms: int = 1) -> None:
+def lease_positions(queue: QueueLeases, offsets: list[int], pop_ms: int = 1) -> None:
+    """Lease new positions for 10 ms, and advance the queue. Offset n has the number 100 + n and 10 bytes."""
     seqs, sizes_bytes = [100 + offset for offset in offsets], [10] * len(offsets)
-    into.lease_next(offsets, seqs, sizes_bytes, pop_ms, pop_ms + 10, since_ms=pop_ms, in_order=False)
-    into.advance(offsets[-1] + 1)
+    queue.lease_next(offsets, seqs, sizes_bytes, pop_ms, pop_ms + 10, since_ms=pop_ms, in_order=False)
+    queue.advance(offsets[-1] + 1)
 
 
 def test_a_lease_is_found_only_by_its_offset_and_pop_time() -> None:
@@ -61,33 +63,28 @@ def test_a_returned_position_is_open_without_a_receipt_and_the_lowest_one_is_lea
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 19)), max_size=60))
 def test_positions_that_came_back_are_leased_in_their_order(steps: list[tuple[int, int]]) -> None:
-    # `lease_positions` leases offset n with number 100 + n.
-    queue_leases, back, first_seq = (
-        leases_of_queue(),
-        set[int](),
-        100,
-    )
+    queue_leases, returned, first_seq = leases_of_queue(), set[int](), 100
     lease_positions(queue_leases, list(range(20)))
-    for step, number in steps:
+    for step, number in steps:  # the number is an offset, for the last two steps a count and a row
         if step < 2 and number in queue_leases.in_flight:
             queue_leases.give_back(number)
-            back.add(number)
+            returned.add(number)
         elif step == 2 and number in queue_leases.in_flight:
             queue_leases.park(number)
         elif step == 3 and number in queue_leases.parked:
             queue_leases.unpark(number)
-            back.add(number)
+            returned.add(number)
         elif step == 4:
-            expected = sorted(back)[: number // 4]
+            expected = sorted(returned)[: number // 4]
             assert queue_leases.returned_sizes(number // 4) == [10] * len(expected)
             assert queue_leases.lease_returned(number // 4, 7, 17, since_ms=7, in_order=False) == expected
-            back -= set(expected)
+            returned -= set(expected)
         elif step == 5:
             first_seq = max(first_seq, 95 + number)
             queue_leases.drop_before(first_seq)
-            back = {offset for offset in back if 100 + offset >= first_seq}
-        assert set(queue_leases.returned) == back
-        assert not back or queue_leases.first_seq == 100 + min(back)
+            returned = {offset for offset in returned if 100 + offset >= first_seq}
+        assert set(queue_leases.returned) == returned
+        assert not returned or queue_leases.first_seq == 100 + min(returned)
     queue_leases.forget()
     assert queue_leases.lease_returned(99, 8, 18, since_ms=8, in_order=False) == []
 
@@ -133,10 +130,10 @@ def test_the_first_open_position_is_the_lowest_one_in_flight_or_returned(
                 done.add(offset)
             else:
                 queue_leases.give_back(offset)
-        open_ones = [*queue_leases.in_flight, *queue_leases.returned]
-        assert queue_leases.first_open == min([*open_ones, queue_leases.next_offset])
-        assert not done & set(open_ones)
-        assert queue_leases.open_rows == queue_leases.count.rows == len(open_ones)
+        open_offsets = [*queue_leases.in_flight, *queue_leases.returned]
+        assert queue_leases.first_open == min([*open_offsets, queue_leases.next_offset])
+        assert not done & set(open_offsets)
+        assert queue_leases.open_rows == queue_leases.count.rows == len(open_offsets)
 
 
 def test_only_the_parts_of_changed_positions_are_marked() -> None:
@@ -144,11 +141,12 @@ def test_only_the_parts_of_changed_positions_are_marked() -> None:
     lease_positions(queue_leases, list(range(2 * PART_POSITIONS + 1)))
 
     def marked() -> set[int]:
-        found = set(queue_leases.changed_parts)
-        assert (queue_leases in queue_leases.count.changed) == bool(found)
+        """The parts that were marked since the last call."""
+        parts = set(queue_leases.changed_parts)
+        assert (queue_leases in queue_leases.count.changed) == bool(parts)
         queue_leases.changed_parts.clear()
         queue_leases.count.changed.clear()
-        return found
+        return parts
 
     assert marked() == {0, 1, 2}
     queue_leases.mark_done(PART_POSITIONS)
@@ -188,24 +186,28 @@ def test_an_advance_of_an_idle_queue_needs_no_save() -> None:
 
 @given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)), st.sets(st.integers(21, 40)))
 def test_after_a_start_a_queue_has_the_open_positions_that_were_saved(
-    held: set[int], back: set[int], ahead: set[int]
+    in_flight: set[int], returned: set[int], ahead: set[int]
 ) -> None:
-    queue_leases, back = leases_of_queue(21), back - held
-    leases = {offset: Lease(100 + offset, 10, 1, 11, 1) for offset in held | back}
-    for offset in back:
+    queue_leases, returned = leases_of_queue(21), returned - in_flight
+    leases = {offset: Lease(100 + offset, 10, 1, 11, 1) for offset in in_flight | returned}
+    for offset in returned:
         leases[offset].pop_ms = NO_RECEIPT
-    queue_leases.restore({o: leases[o] for o in held}, {o: leases[o] for o in back}, set(ahead), {0})
-    assert queue_leases.first_open == min([*held, *back, 21])
-    assert (
-        queue_leases.count.rows == queue_leases.open_rows + len(ahead) == len(held) + len(back) + len(ahead)
+    queue_leases.restore(
+        {offset: leases[offset] for offset in in_flight},
+        {offset: leases[offset] for offset in returned},
+        set(ahead),
+        {0},
     )
-    assert {o for o in range(41) if queue_leases.lease_of(o, 1)} == held
-    assert not queue_leases.changed_parts, "the log contains it"
+    assert queue_leases.first_open == min([*in_flight, *returned, 21])
+    assert queue_leases.open_rows == len(in_flight) + len(returned)
+    assert queue_leases.count.rows == queue_leases.open_rows + len(ahead)
+    assert {offset for offset in range(41) if queue_leases.lease_of(offset, 1)} == in_flight
+    assert not queue_leases.changed_parts, "the log contains the leases"
     queue_leases.advance(41)
-    for offset in sorted(held):
+    for offset in sorted(in_flight):
         queue_leases.mark_done(offset)
-    assert queue_leases.first_open == min([*back, 41])
-    assert queue_leases.lease_returned(30, 9, 19, since_ms=9, in_order=False) == sorted(back)
+    assert queue_leases.first_open == min([*returned, 41])
+    assert queue_leases.lease_returned(30, 9, 19, since_ms=9, in_order=False) == sorted(returned)
 
 
 def test_a_position_that_stays_open_does_not_keep_the_heap_entries_of_later_ones() -> None:
@@ -224,6 +226,7 @@ def test_a_position_that_stays_open_does_not_keep_the_heap_entries_of_later_ones
 
 
 async def empty_leases(world: World, rows: int = 3) -> Leases:
+    """Leases of no group, beside a topic with one queue and `rows` messages."""
     await world.broker.create_topic("orders", 1)
     if rows:
         await world.broker.send(batch(rows))
@@ -231,6 +234,7 @@ async def empty_leases(world: World, rows: int = 3) -> Leases:
 
 
 def queue(world: World, leases: Leases, group: str = "g", *, from_max: bool = False) -> QueueLeases:
+    """Open the leases of a group in the only queue of the topic."""
     return leases.open(group, world.broker.tables.topics.get("orders"), [0], from_max=from_max)[0]
 
 
@@ -240,6 +244,7 @@ async def test_the_first_offset_of_a_new_group_is_stored_when_its_leases_are_ope
     assert queue(world, leases).next_offset == 0
     assert world.broker.offsets("g", "orders") == {0: 0}
     assert queue(world, leases, "young", from_max=True).next_offset == 0
+    # Without the first message, the queue has the offsets 1 and 2.
     index = world.broker.tables.topics.get("orders").queues[0].index
     index.hide(int(index.read(1, 1)["seq"][0]))
     assert queue(world, leases, "h").next_offset == 1
@@ -267,11 +272,11 @@ async def test_an_acknowledgement_does_not_overwrite_an_offset_that_was_changed_
     world: World,
 ) -> None:
     leases = await empty_leases(world)
-    one = queue(world, leases)
-    lease_positions(one, [0, 1])
+    queue_leases = queue(world, leases)
+    lease_positions(queue_leases, [0, 1])
     await world.broker.commit_offsets("g", "orders", {0: 2})
-    one.mark_done(0)
-    leases.store(one)
+    queue_leases.mark_done(0)
+    leases.store(queue_leases)
     assert world.broker.offsets("g", "orders") == {0: 2}
     assert leases.get("g", "orders", 0) is None and leases.count.rows == 0
 
@@ -285,7 +290,7 @@ async def test_idle_queues_are_dropped_at_the_limit_and_busy_ones_are_not(
     lease_positions(queue(world, leases, "a"), [0])
     queue(world, leases, "b")
     lease_positions(queue(world, leases, "c"), [0])
-    assert {w.group for w in leases.all()} == {"a", "c"}
+    assert {queue_leases.group for queue_leases in leases.all()} == {"a", "c"}
     with pytest.raises(OverLimit):
         queue(world, leases, "d")
 
@@ -311,9 +316,10 @@ async def test_an_acknowledgement_ahead_is_accepted_only_for_positions_of_the_qu
     world: World,
 ) -> None:
     leases = await empty_leases(world)
-    one = queue(world, leases)
-    lease_positions(one, [0])
-    assert [leases.ack_ahead(one, offset) for offset in (-1, 0, 1, 2, 3)] == [
+    queue_leases = queue(world, leases)
+    lease_positions(queue_leases, [0])
+    # The queue has the offsets 0 to 2.
+    assert [leases.ack_ahead(queue_leases, offset) for offset in (-1, 0, 1, 2, 3)] == [
         False, False, True, True, False,
     ]  # fmt: skip
 
@@ -324,11 +330,11 @@ async def test_queues_whose_offset_was_changed_elsewhere_are_forgotten_and_the_o
 ) -> None:
     leases = await empty_leases(world)
     queues = {group: queue(world, leases, group) for group in ("popped", "moved")}
-    for one in queues.values():
-        lease_positions(one, [0, 1, 2])
-        one.saved_parts = {0}
+    for queue_leases in queues.values():
+        lease_positions(queue_leases, [0, 1, 2])
+        queue_leases.saved_parts = {0}
     await world.broker.commit_offsets("moved", "orders", {0: 2})
-    assert [leases.is_live(one) for one in queues.values()] == [True, False]
+    assert [leases.is_live(queue_leases) for queue_leases in queues.values()] == [True, False]
     for group in queues:
         leases.forget_moved(group, "orders")
     assert leases.all() == [queues["popped"]] and leases.count.rows == 3

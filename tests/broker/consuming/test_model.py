@@ -40,6 +40,7 @@ from timeball.model.limits import DAY_MS
 from timeball.model.message import NACK_REASON, decode_properties
 
 TIMES_MAX, INVISIBLE_MS = 2, 1_000
+# A method of `Life` (with blanks), and its argument: messages, rows, an index of a receipt, or ms.
 STEPS = st.one_of(
     st.tuples(st.just("send"), st.integers(1, 4)),
     st.tuples(st.just("receive"), st.integers(1, 4)),
@@ -90,6 +91,7 @@ class Life:
         self.set_back_ms = 0
 
     async def live(self, steps: list[tuple[str, int]]) -> None:
+        """Take the steps, check the figures after each of them, and check the outcome of every message at the end."""
         self.world = self.new_world()
         await self.world.start()
         try:
@@ -109,42 +111,48 @@ class Life:
         return InTurn(self.files, self.clock, strategy=self.schedule, ack_save_ms=0)
 
     async def to_the_end(self) -> None:
+        """Let all attempts end, and check that each message has exactly the outcome that the model expects."""
         for _ in range(TIMES_MAX + 3):
             await self.receive(32)
             await self.wait(5_000 + self.set_back_ms)
-        unsettled = [body for body, one in self.messages.items() if not (one.acked or one.dead)]
+        messages = self.messages.items()
+        unsettled = [body for body, message in messages if not (message.acked or message.dead)]
         assert not unsettled, f"lost: {unsettled}"
         dead = sorted(body.decode() for body in await in_queue(self.world, DEAD))
-        assert dead == sorted(body for body, one in self.messages.items() if one.dead), "dead letters"
+        assert dead == sorted(body for body, message in messages if message.dead), "dead letters"
         again = [body.decode() for body in await in_queue(self.world, AGAIN)]
-        for body, one in self.messages.items():
-            assert again.count(body) == one.again, f"{body} came {again.count(body)} times, not {one.again}"
+        for body, message in messages:
+            count = again.count(body)
+            assert count == message.again, f"{body} came {count} times, not {message.again}"
 
     @property
     def now_ms(self) -> int:
         """The broker's time, which does not follow every step of the machine's clock."""
-        found: int = self.world.broker.clock.now_ms()
-        return found
+        now_ms: int = self.world.broker.clock.now_ms()
+        return now_ms
 
     def check_figures(self) -> None:
+        """Compare the broker's figures with the model's."""
         broker = self.world.broker
-        nacked = sum(one.is_nacked for one in self.messages.values())
+        nacked = sum(message.is_nacked for message in self.messages.values())
         in_flight: dict[tuple[str, str], int] = {}
         add_in_flight(in_flight, broker.consuming.leases.all())
-        for expected, found in ((len(self.in_flight()), in_flight), (nacked, broker.redeliveries.counts())):
-            assert sum(found.values()) == expected, f"held {found}, not {expected}"
-            assert found.keys() <= {(GROUP, TOPIC)}
+        for expected, counts in ((len(self.in_flight()), in_flight), (nacked, broker.redeliveries.counts())):
+            assert sum(counts.values()) == expected, f"held {counts}, not {expected}"
+            assert counts.keys() <= {(GROUP, TOPIC)}
         assert broker.redeliveries.waiting_rows == nacked
         assert broker.pending_messages == len(self.scheduled), "scheduled messages that wait"
 
     def in_flight(self) -> list[tuple[str, Message]]:
-        return [(body, one) for body, one in self.messages.items() if one.receipt is not None]
+        """The leased messages, with their bodies."""
+        return [(body, message) for body, message in self.messages.items() if message.receipt is not None]
 
-    def pick(self, n: int) -> tuple[str, Message] | None:
-        held = self.in_flight()
-        return held[n % len(held)] if held else None
+    def pick(self, n: int) -> Message | None:
+        """Choose one of the leased messages by a number. None if there is none."""
+        in_flight = self.in_flight()
+        return in_flight[n % len(in_flight)][1] if in_flight else None
 
-    # -- what consumers do -------------------------------------------------------------------------------------
+    # -- the steps of consumers --------------------------------------------------------------------------------
 
     async def send(self, n: int) -> None:
         bodies = [f"m{len(self.messages) + i}" for i in range(n)]
@@ -154,31 +162,23 @@ class Life:
 
     async def receive(self, n: int) -> None:
         received = await receive(self.world, n, invisible_ms=INVISIBLE_MS)
-        found = zip(
-            column(received.rows, "body"),
-            column(received.rows, "reconsume_times"),
-            received.receipts,
-            strict=True,
-        )
-        for body, times, receipt in found:
-            one = self.messages[bytes(body).decode()]
-            assert one.receipt is None, f"{body!r} is in two hands"
-            assert not one.acked, f"{body!r} was acknowledged and comes again"
-            assert not one.dead, f"{body!r} is dead and comes again"
-            assert times == one.tried, f"{body!r}: attempt {times + 1} after {one.tried}"
-            assert not one.is_nacked, f"{body!r} was given back and comes early"
-            one.receipt, one.counts = receipt, True
-            self.lease(one, INVISIBLE_MS)
-        for body, text in zip(
-            column(received.rows, "body"), column(received.rows, "properties"), strict=True
-        ):
-            told = decode_properties(text or "").get(NACK_REASON)
-            assert told == self.messages[bytes(body).decode()].reason, "why it was given back"
+        columns = (column(received.rows, name) for name in ("body", "reconsume_times", "properties"))
+        for body, times, text, receipt in zip(*columns, received.receipts, strict=True):
+            message = self.messages[bytes(body).decode()]
+            assert message.receipt is None, f"{body!r} is in two hands"
+            assert not message.acked, f"{body!r} was acknowledged and comes again"
+            assert not message.dead, f"{body!r} is dead and comes again"
+            assert times == message.tried, f"{body!r}: attempt {times + 1} after {message.tried}"
+            assert not message.is_nacked, f"{body!r} was given back and comes early"
+            reason = decode_properties(text or "").get(NACK_REASON)
+            assert reason == message.reason, f"{body!r} shows the reason of its last nack"
+            message.receipt, message.counts = receipt, True
+            self.lease(message, INVISIBLE_MS)
 
     async def ack(self, n: int) -> None:
-        if (picked := self.pick(n)) is not None:
-            assert await engine(self.world).acknowledge([self.receipt_of(picked[1])]) == [True]
-            picked[1].acked = True
+        if (message := self.pick(n)) is not None:
+            assert await engine(self.world).acknowledge([self.take_receipt(message)]) == [True]
+            message.acked = True
 
     async def ack_stale(self, n: int) -> None:
         if self.stale:
@@ -188,27 +188,26 @@ class Life:
             assert not await engine(self.world).dead_letter(stale)
 
     async def more_time(self, n: int, ms: int = 2_500, counts: bool = True) -> None:
-        if (picked := self.pick(n)) is not None:
-            one = picked[1]
-            assert isinstance(one.receipt, Receipt)
-            assert (
-                await engine(self.world).change_invisible_time(one.receipt, ms, counts=counts) == one.receipt
-            )
-            one.counts = counts
-            self.lease(one, ms)
+        """Let a lease end in `ms` ms."""
+        if (message := self.pick(n)) is not None:
+            receipt = message.receipt
+            assert isinstance(receipt, Receipt)
+            assert await engine(self.world).change_invisible_time(receipt, ms, counts=counts) == receipt
+            message.counts = counts
+            self.lease(message, ms)
             await self.wait(0)
 
     async def nack(self, n: int, reason: str | None = "no stock") -> None:
-        if (picked := self.pick(n)) is not None:
-            one = picked[1]
-            told = "" if reason is None else f"{reason}\n{n}"
-            receipt = self.receipt_of(one)
-            assert await engine(self.world).nack(receipt, 900, told) == receipt
-            one.tried += 1
-            one.dead = one.tried > TIMES_MAX
-            one.is_nacked = not one.dead
-            self.lease(one, 900)
-            one.reason = None if reason is None else f"{reason} {n}"
+        """Give a message back for 900 ms. The broker replaces the line end in the reason by a blank."""
+        if (message := self.pick(n)) is not None:
+            text = "" if reason is None else f"{reason}\n{n}"
+            receipt = self.take_receipt(message)
+            assert await engine(self.world).nack(receipt, 900, text) == receipt
+            message.tried += 1
+            message.dead = message.tried > TIMES_MAX
+            message.is_nacked = not message.dead
+            self.lease(message, 900)
+            message.reason = None if reason is None else f"{reason} {n}"
             await self.wait(0)
 
     async def nack_silently(self, n: int) -> None:
@@ -222,8 +221,8 @@ class Life:
     async def cancel(self, n: int) -> None:
         names = sorted(self.scheduled)[:n]
         if names:
-            found = await self.world.broker.cancel(ids=names)
-            assert [one.verdict for one in found] == ["cancelled"] * len(names)
+            verdicts = await self.world.broker.cancel(ids=names)
+            assert [verdict.verdict for verdict in verdicts] == ["cancelled"] * len(names)
             self.scheduled -= set(names)
             self.cancelled_rows += len(names)
 
@@ -234,40 +233,47 @@ class Life:
         await self.more_time(n, 700, counts=False)
 
     async def dead_letter(self, n: int) -> None:
-        if (picked := self.pick(n)) is not None:
-            assert await engine(self.world).dead_letter(self.receipt_of(picked[1]))
-            picked[1].dead = True
+        if (message := self.pick(n)) is not None:
+            assert await engine(self.world).dead_letter(self.take_receipt(message))
+            message.dead = True
 
-    def lease(self, one: Message, ms: int) -> None:
-        one.store_ms, one.due_ms, one.ends_ms = self.now_ms, self.now_ms + ms, self.clock.boot + ms
+    def lease(self, message: Message, ms: int) -> None:
+        """Model a lease, or the wait of a nacked message, that ends in `ms` ms."""
+        message.store_ms, message.due_ms = self.now_ms, self.now_ms + ms
+        message.ends_ms = self.clock.boot + ms
 
     def restarted(self) -> None:
-        """By the current wall clock. A lease whose row seems to be from the future ends within its whole length."""
-        for one in self.messages.values():
-            due_ms = one.due_ms - max(0, one.store_ms - self.now_ms)
-            one.ends_ms = self.clock.boot + due_ms - self.now_ms
+        """Model a restart: leases end by the wall clock.
 
-    def receipt_of(self, one: Message) -> Receipt:
-        receipt, one.receipt = one.receipt, None
+        A lease whose row seems to be from the future ends within its whole length.
+        """
+        for message in self.messages.values():
+            due_ms = message.due_ms - max(0, message.store_ms - self.now_ms)
+            message.ends_ms = self.clock.boot + due_ms - self.now_ms
+
+    def take_receipt(self, message: Message) -> Receipt:
+        """End the lease of a message in the model. Returns its receipt, which is `stale` from now on."""
+        receipt, message.receipt = message.receipt, None
         assert isinstance(receipt, Receipt)
         self.stale.append(receipt)
         return receipt
 
-    # -- what happens to everybody -----------------------------------------------------------------------------
+    # -- time, and the life of the broker ----------------------------------------------------------------------
 
     async def wait(self, ms: int) -> None:
+        """Let time pass, and model the leases and delays that end."""
         self.clock.advance(ms)
         await settled(self.world)
-        for _, one in self.in_flight():
-            if one.ends_ms <= self.clock.boot:
-                self.receipt_of(one)
-                one.tried += one.counts
-                one.dead = one.tried > TIMES_MAX
-                one.again += not one.dead
-        for one in self.messages.values():
-            if one.is_nacked and one.ends_ms <= self.clock.boot:
-                one.is_nacked = False
-                one.again += 1
+        for _, message in self.in_flight():
+            if message.ends_ms <= self.clock.boot:
+                self.take_receipt(message)
+                message.tried += message.counts
+                message.dead = message.tried > TIMES_MAX
+                message.again += not message.dead
+        for message in self.messages.values():
+            if message.is_nacked and message.ends_ms <= self.clock.boot:
+                message.is_nacked = False
+                message.again += 1
 
     async def clock_back(self, ms: int) -> None:
         self.clock.step_wall(-ms)
@@ -367,12 +373,12 @@ def test_a_life_would_notice_positions_that_are_forgotten(monkeypatch: pytest.Mo
 
 
 def test_a_life_would_notice_an_acknowledgement_that_is_lost() -> None:
-    """Negative control: an answer that came before its rows were on the disk."""
+    """Negative control: a consumer that believes in acknowledgements that the broker did not get."""
     life = Life()
 
     async def believe(_: int) -> None:
-        for _, one in life.in_flight():
-            one.acked, one.receipt = True, None
+        for _, message in life.in_flight():
+            message.acked, message.receipt = True, None
 
     life.save = believe  # type: ignore[method-assign]
     life.check_figures = lambda: None  # type: ignore[method-assign]  # they would notice it first
@@ -381,7 +387,7 @@ def test_a_life_would_notice_an_acknowledgement_that_is_lost() -> None:
 
 
 def test_a_life_would_notice_a_loss() -> None:
-    """Negative control: somebody moves the group beyond what was handed out."""
+    """Negative control: an administrator moves the group beyond the messages that were handed out."""
     life = Life()
 
     async def skip(_: int) -> None:

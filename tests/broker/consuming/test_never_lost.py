@@ -18,6 +18,7 @@ from timeball.io.clock import ManualClock
 
 GROUP, TOPIC, QUEUES = "g", "orders", 2
 INVISIBLE_MS = 1_000
+# A method of `Life` (with blanks), and its argument: messages, rows, an index of a receipt, or ms.
 STEPS = st.one_of(
     st.tuples(st.just("send"), st.integers(1, 4)),
     st.tuples(st.just("pop"), st.integers(1, 4)),
@@ -29,7 +30,7 @@ STEPS = st.one_of(
 
 @dataclasses.dataclass
 class InHand:
-    """A consumer's knowledge of one receipt."""
+    """A consumer's knowledge of one receipt: the message, and the end of its lease by the wall clock."""
 
     body: str
     until_ms: int
@@ -45,16 +46,17 @@ class Life:
         self.acked: set[str] = set()
         self.seen: set[str] = set()
         self.hands: dict[Receipt, InHand] = {}
-        self.stale: list[Receipt] = []
-        self.saved: set[str] = set()  # those of `acked` that are durable
+        self.stale: list[Receipt] = []  # receipts that are not valid any more
+        self.saved: set[str] = set()  # the bodies in `acked` whose acknowledgement is durable
 
     async def live(self, steps: list[tuple[str, int]]) -> None:
+        """Take the steps, then receive and acknowledge all messages, and check that none is lost."""
         self.world = InTurn(self.files, self.clock)
         await self.world.start()
         await self.world.broker.create_topic(TOPIC, QUEUES)
         for name, n in steps:
             await getattr(self, name.replace(" ", "_"))(n)
-        for _ in range(80):  # in order, one lease after the other: this takes some rounds
+        for _ in range(80):  # an ordered group gets one message after another, which takes some rounds
             await self.wait(4_000)
             await self.pop(32)
             for receipt in [*self.hands]:
@@ -64,13 +66,14 @@ class Life:
 
     @property
     def engine(self) -> Consuming:
-        found: Consuming = self.world.broker.consuming
-        return found
+        """The consuming engine of the present node."""
+        consuming: Consuming = self.world.broker.consuming
+        return consuming
 
     async def send(self, n: int) -> None:
         bodies = [f"m{len(self.sent) + i}" for i in range(n)]
         columns = {"topic": [TOPIC] * n, "body": [body.encode() for body in bodies]}
-        self.sent += bodies  # those of a send that the power cut are not in the log: none is cut here
+        self.sent += bodies  # no send is interrupted here, so all of them are in the log
         await self.world.broker.send(pa.RecordBatch.from_pydict(columns))
 
     async def pop(self, n: int) -> None:
@@ -89,11 +92,12 @@ class Life:
             await self.done([*self.hands][n % len(self.hands)])
 
     async def done(self, receipt: Receipt) -> None:
+        """Acknowledge a message. The answer may be False only after the end of its lease."""
         hand = self.hands.pop(receipt)
-        (was,) = self.engine.acknowledge_now([receipt])
-        assert was or hand.until_ms <= self.clock.wall
+        (is_valid,) = self.engine.acknowledge_now([receipt])
+        assert is_valid or hand.until_ms <= self.clock.wall
         self.stale.append(receipt)
-        if was:
+        if is_valid:
             self.acked.add(hand.body)
 
     async def ack_stale(self, n: int) -> None:
@@ -101,6 +105,7 @@ class Life:
             assert self.engine.acknowledge_now([self.stale[n % len(self.stale)]]) == [False]
 
     async def more_time(self, n: int, ms: int = 2_500) -> None:
+        """Let a lease end in `ms` ms."""
         if self.hands:
             receipt = [*self.hands][n % len(self.hands)]
             new = await self.engine.change_invisible_time(receipt, ms)
@@ -114,15 +119,16 @@ class Life:
         await self.more_time(n, 1)
 
     async def wait(self, ms: int) -> None:
+        """Let time pass, until the messages whose leases have ended are back."""
         self.clock.advance(ms)
         self.engine.wake()
-        leases = self.engine.leases
 
-        def back() -> bool:
-            now_ms = self.clock.wall
-            return not any(one.deadline_ms <= now_ms for w in leases.all() for one in w.in_flight.values())
+        def are_back() -> bool:
+            queues = self.engine.leases.all()
+            leases = [lease for queue in queues for lease in queue.in_flight.values()]
+            return all(lease.deadline_ms > self.clock.wall for lease in leases)
 
-        await self.world.until(back, "what is due is back")
+        await self.world.until(are_back, "all messages whose leases have ended are back")
 
     async def save(self, _: int) -> None:
         await self.world.node.maintenance.save_offsets()
@@ -140,7 +146,7 @@ class Life:
         self.forget()
 
     def forget(self) -> None:
-        """Return all leased messages. Those acknowledged since the last save may come again."""
+        """Let the consumers forget all receipts. Messages that were acknowledged since the last save may come again."""
         self.clock.advance(1)
         self.acked = set(self.saved)
         self.hands.clear()
@@ -158,7 +164,7 @@ def test_no_message_is_lost_or_leased_twice_at_the_same_time(
 
 
 def test_a_life_would_notice_a_loss() -> None:
-    """Negative control: an offset that somebody sets beyond what was handed out loses messages."""
+    """Negative control: an offset beyond the messages that were handed out, set by an administrator, loses messages."""
     life = Life(in_order=False)
 
     async def skip(_: int) -> None:

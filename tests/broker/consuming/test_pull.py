@@ -24,16 +24,16 @@ from timeball.model.message import encode_properties
 
 
 def topic_with(lengths: list[int]) -> Topic:
-    """Queue q holds the numbers 1000 q, 1000 q + 1, …"""
+    """A topic with a queue of each of these lengths. Queue q contains the numbers 1000 q, 1000 q + 1, …"""
     topics = new_topics()
     topic = topics.ensure("a", len(lengths))
-    for at, length in enumerate(lengths):
+    for queue, length in enumerate(lengths):
         if length:
-            topics.place(visible(["a"] * length, [at] * length)).index(1_000 * at)
+            topics.place(visible(["a"] * length, [queue] * length)).index(1_000 * queue)
     return topic
 
 
-# ---- what is taken ------------------------------------------------------------------------------------------
+# ---- which rows ---------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -42,16 +42,20 @@ def test_a_pull_returns_the_requested_number_of_rows_from_each_offset_on_in_orde
     data: st.DataObject,
 ) -> None:
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    offsets = {q: data.draw(st.integers(0, n)) for q, n in enumerate(lengths) if data.draw(st.booleans())}
+    offsets = {
+        queue: data.draw(st.integers(0, length))
+        for queue, length in enumerate(lengths)
+        if data.draw(st.booleans())
+    }
     rows = data.draw(st.integers(1, 40))
-    taken = find_seqs(topic_with(lengths), offsets, rows).tolist()
-    available = {q: lengths[q] - offset for q, offset in offsets.items()}
-    assert len(taken) == min(rows, sum(available.values()))
+    seqs = find_seqs(topic_with(lengths), offsets, rows).tolist()
+    available = {queue: lengths[queue] - offset for queue, offset in offsets.items()}
+    assert len(seqs) == min(rows, sum(available.values()))
     for queue, offset in offsets.items():
-        mine = [seq - 1_000 * queue for seq in taken if seq // 1_000 == queue]
-        assert mine == list(range(offset, offset + len(mine)))
-        # Fair: a queue gets its share, whatever the others hold.
-        assert len(mine) >= min(available[queue], rows // len(offsets))
+        offsets_read = [seq - 1_000 * queue for seq in seqs if seq // 1_000 == queue]
+        assert offsets_read == list(range(offset, offset + len(offsets_read)))
+        # Fair: a queue gets its share, whatever the other queues contain.
+        assert len(offsets_read) >= min(available[queue], rows // len(offsets))
 
 
 @pytest.mark.parametrize("rows", [0, -5])
@@ -91,7 +95,7 @@ async def test_an_answer_is_limited_in_bytes_but_has_at_least_one_row(world: Wor
 
 @on_node()
 async def test_a_long_pull_ends_with_the_release(world: World) -> None:
-    """Without a poll in between: the commit wakes the pull."""
+    """The commit wakes the pull, which does not poll."""
     key = (await world.send("a", [SECOND_MS]))[0]
     waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0, 1: 0}, 10, 60_000))
     await turns()
@@ -119,7 +123,8 @@ async def test_a_pull_of_a_missing_topic_waits_for_the_message_that_creates_it(w
     waiting = asyncio.ensure_future(world.broker.pull("new", {0: 0}, 10, 60_000))
     await turns()
     await world.broker.send(batch(1, topic=["new"], queue_id=pa.array([1], pa.int32())))
-    assert (await waiting).num_rows == 0, "told at once, so that it may ask for all queues"
+    # The message is in queue 1. The pull of queue 0 is answered at once, so that the client can pull all queues.
+    assert (await waiting).num_rows == 0
     assert (await world.broker.pull("new", {0: 0, 1: 0}, 10, 0)).num_rows == 1
 
 
@@ -149,24 +154,24 @@ TAGS = st.lists(st.sampled_from(["Aa", "BB", "C", None]), min_size=1, max_size=4
 async def test_filtered_pulls_find_all_matches_in_order(
     world: World, tags: list[str | None], text: str, rows: int, scan: int
 ) -> None:
-    """ "Aa" and "BB" have one hash."""
+    """The tags "Aa" and "BB" have the same hash."""
     await world.broker.send(batch(len(tags), tag=tags))
     index = world.broker.tables.topics.get("orders").queues[0].index
     wanted = compile_filter(text)
     before, pull.SCAN_ROWS_MAX = pull.SCAN_ROWS_MAX, scan
     try:
-        offset, found = 0, []
+        offset, matches = 0, []
         while offset < index.max_offset:
             maybe = pull.candidates(index, offset, rows, wanted)
             chosen = pull.decide(maybe, world.broker.log.reader, wanted)
             assert len(chosen.seqs) <= rows and chosen.next_offset > offset
-            assert all(offset <= at < chosen.next_offset for at in chosen.offsets)
-            found += chosen.offsets.tolist()
+            assert all(offset <= match < chosen.next_offset for match in chosen.offsets)
+            matches += chosen.offsets.tolist()
             offset = chosen.next_offset
     finally:
         pull.SCAN_ROWS_MAX = before
     names = set(text.replace(" ", "").split("||"))
-    assert found == [n for n, tag in enumerate(tags) if text == "*" or tag in names]
+    assert matches == [n for n, tag in enumerate(tags) if text == "*" or tag in names]
 
 
 @given(
@@ -186,17 +191,17 @@ async def test_pulls_with_sql_find_all_matches_in_order(
     wanted = compile_filter("n = 2", SQL92)
     before, pull.READ_ROWS_MAX = pull.READ_ROWS_MAX, scan
     try:
-        offset, found = 0, []
+        offset, matches = 0, []
         while offset < index.max_offset:
             maybe = pull.candidates(index, offset, rows, wanted)
             assert len(maybe.seqs) == min(max(rows, scan), index.max_offset - offset)
             chosen = pull.decide(maybe, world.broker.log.reader, wanted)
             assert len(chosen.seqs) <= rows and chosen.next_offset > offset
-            found += chosen.offsets.tolist()
+            matches += chosen.offsets.tolist()
             offset = chosen.next_offset
     finally:
         pull.READ_ROWS_MAX = before
-    assert found == [n for n, number in enumerate(numbers) if number == 2]
+    assert matches == [n for n, number in enumerate(numbers) if number == 2]
 
 
 @on_node(queues_per_topic=1)
@@ -222,8 +227,8 @@ async def test_candidates_are_limited_in_bytes_but_contain_at_least_one_message(
     await world.broker.send(batch(4, tag=["A", "B", "A", "A"], body=[b"x" * 1_000] * 4))
     index = world.broker.tables.topics.get("orders").queues[0].index
     size_bytes = int(index.read(0, 1)["size"][0])
-    for text, of_two in (("*", [0, 1]), ("A", [0, 2])):
-        for bytes_max, offsets in ((1, [0]), (2 * size_bytes - 1, [0]), (2 * size_bytes, of_two)):
+    for text, first_two in (("*", [0, 1]), ("A", [0, 2])):
+        for bytes_max, offsets in ((1, [0]), (2 * size_bytes - 1, [0]), (2 * size_bytes, first_two)):
             chosen = pull.candidates(index, 0, 9, compile_filter(text), bytes_max=bytes_max)
             assert chosen.offsets.tolist() == offsets
             assert chosen.next_offset == offsets[-1] + 1
@@ -232,21 +237,23 @@ async def test_candidates_are_limited_in_bytes_but_contain_at_least_one_message(
 # ---- by time -------------------------------------------------------------------------------------------------------
 
 
-@given(steps=st.lists(st.integers(0, 3), max_size=12), asked=st.integers(-2, 40))
+@given(steps=st.lists(st.integers(0, 3), max_size=12), after_ms=st.integers(-2, 40))
 @settings(max_examples=60)
 @on_node(queues_per_topic=1)
-async def test_the_offset_at_a_time_equals_that_of_a_scan(world: World, steps: list[int], asked: int) -> None:
-    begun = world.clock.wall_ms()
-    stored = []
+async def test_the_offset_at_a_time_equals_that_of_a_scan(
+    world: World, steps: list[int], after_ms: int
+) -> None:
+    """Messages are sent after `steps` ms each. The requested time is `after_ms` after the beginning."""
+    time_ms = world.clock.wall_ms() + after_ms
+    store_times_ms = []
     for step in steps:
         world.clock.advance(step)
-        stored.append(world.broker.clock.now_ms())
+        store_times_ms.append(world.broker.clock.now_ms())
         await world.broker.send(batch())
     index = world.broker.tables.topics.ensure("orders").queues[0].index
-    instant = begun + asked
-    first = next((n for n, ms in enumerate(stored) if ms >= instant), len(stored))
-    assert pull.offset_at(world.broker.log.reader, index, instant) == first
-    if stored:
-        last = max((n for n, ms in enumerate(stored) if ms <= instant), default=0)
-        assert pull.offset_at(world.broker.log.reader, index, instant, upper=True) == last
-    assert pull.earliest_ms(world.broker.log.reader, index) == (stored[0] if stored else -1)
+    first = next((n for n, ms in enumerate(store_times_ms) if ms >= time_ms), len(store_times_ms))
+    assert pull.offset_at(world.broker.log.reader, index, time_ms) == first
+    if store_times_ms:
+        last = max((n for n, ms in enumerate(store_times_ms) if ms <= time_ms), default=0)
+        assert pull.offset_at(world.broker.log.reader, index, time_ms, upper=True) == last
+    assert pull.earliest_ms(world.broker.log.reader, index) == (store_times_ms[0] if store_times_ms else -1)

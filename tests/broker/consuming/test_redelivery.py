@@ -28,17 +28,20 @@ ASK = ReceiveRequest("g", "orders")
 
 
 def engine(world: World) -> Consuming:
-    found: Consuming = world.broker.consuming
-    return found
+    """The broker's consuming engine."""
+    consuming: Consuming = world.broker.consuming
+    return consuming
 
 
 async def send_and_receive(world: World, rows: int = 1, **columns: object) -> Received:
+    """Send messages to a topic with one queue, and lease them for one minute."""
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(rows, **columns))
     return await engine(world).receive(ASK, 0)
 
 
 async def read_retry_topic(world: World) -> pa.RecordBatch:
+    """Wait for a copy in the retry topic, and read all of its copies."""
     topic = "%RETRY%g_orders"
     await world.until(lambda: topic in world.broker.topics() and world.broker.queues(topic)[0][1], "a copy")
     return await world.broker.read_queue(topic, 0, 0, 100)
@@ -54,7 +57,7 @@ async def test_a_message_that_cannot_be_written_again_keeps_its_receipt_and_is_w
         full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
         world.clock.advance(MINUTE_MS)
         engine(world).wake()
-        await world.until(lambda: queue.in_flight[0].deadline_ms > world.clock.wall, "it has been tried")
+        await world.until(lambda: queue.in_flight[0].deadline_ms > world.clock.wall, "a write has failed")
         assert engine(world).acknowledge_now(receipts[:1]) == [True]
     world.clock.advance(10_000)
     engine(world).wake()
@@ -95,9 +98,8 @@ async def test_many_expired_leases_are_written_in_chunks(
     await send_and_receive(world, 20, body=[b"%03d" % i * 20 for i in range(20)])
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
-    await world.until(lambda: engine(world).leases.count.rows == 0, "all are back")
-    found = column(await read_retry_topic(world), "body")
-    assert sorted(found) == [b"%03d" % i * 20 for i in range(20)]
+    await world.until(lambda: engine(world).leases.count.rows == 0, "all messages are back")
+    assert sorted(column(await read_retry_topic(world), "body")) == [b"%03d" % i * 20 for i in range(20)]
 
 
 @on_node()
@@ -144,7 +146,7 @@ async def test_a_failed_write_of_returned_messages_stops_the_node(world: World) 
 
 @on_node()
 async def test_a_message_with_full_properties_comes_back_with_the_properties_that_fit(world: World) -> None:
-    """Its properties are as long as they may be, and a copy has more of them."""
+    """The properties of message A2 are as long as they may be, so no property of a copy fits."""
     longest = "a\x01" + "x" * (limits.PROPERTIES_BYTES_MAX - 3) + "\x02"
     ids = [f"A{n}" for n in range(7)]
     first = await send_and_receive(
@@ -154,10 +156,10 @@ async def test_a_message_with_full_properties_comes_back_with_the_properties_tha
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     queue = engine(world).leases.all()[0]
-    await world.until(lambda: not queue.in_flight, "all have come back")
-    found = await read_retry_topic(world)
-    assert sorted(column(found, "unique_key")) == ids
-    assert column(found, "properties")[column(found, "unique_key").index("A2")] == longest
+    await world.until(lambda: not queue.in_flight, "all messages are back")
+    copies = await read_retry_topic(world)
+    assert sorted(column(copies, "unique_key")) == ids
+    assert column(copies, "properties")[column(copies, "unique_key").index("A2")] == longest
 
 
 @on_node()
@@ -171,16 +173,17 @@ async def test_a_message_in_a_damaged_frame_is_logged_as_lost_and_the_others_com
     assert received.rows.num_rows == 5
     reader = world.broker.log.reader
     segment = reader.segments.last
-    frame = next(f for f in segment.frame_positions if read_frame(segment.buffer, f).first_seq == seqs[2])
-    flip(world.files, segment.name, frame + 60)
+    positions = segment.frame_positions
+    frame = next(at for at in positions if read_frame(segment.buffer, at).first_seq == seqs[2])
+    flip(world.files, segment.name, frame + 60)  # a byte within the frame
     reader._cache._frames.clear()
     world.clock.advance(MINUTE_MS)
     engine(world).wake()
     queue = engine(world).leases.all()[0]
-    await world.until(lambda: queue.is_idle, "none is tried for ever")
+    await world.until(lambda: queue.is_idle, "no message is tried for ever")
     assert sorted(column(await read_retry_topic(world), "unique_key")) == ["A0", "A1", "A3", "A4"]
     assert world.broker.offsets("g", "orders") == {0: 5}
-    (record,) = [one for one in caplog.records if one.message.startswith("message lost")]
+    (record,) = [line for line in caplog.records if line.message.startswith("message lost")]
     assert (
         record.levelname == "ERROR" and f"seq={seqs[2]} " in record.message and "offset=2 " in record.message
     )
@@ -193,7 +196,7 @@ async def test_a_message_in_a_damaged_frame_is_logged_as_lost_and_the_others_com
 async def test_every_attempt_is_counted_however_long_the_names_are(
     world: World, group: str, topic: str
 ) -> None:
-    """From 120 characters on the retry topic's name is longer than a user's may be."""
+    """With these names, the name of the retry topic is about as long as a user's topic may be, or longer."""
     world.broker.tables.groups.update(SubscriptionGroup(group, retry_max_times=2))
     await world.broker.create_topic(topic, 1)
     await world.broker.send(batch(1, topic=[topic]))
@@ -229,8 +232,8 @@ async def test_each_message_of_a_batch_is_returned_by_its_own_number_of_attempts
     assert dict(zip(column(dead, "unique_key"), column(dead, "reconsume_times"), strict=True)) == expected
     if expected != counted:
         back = await read_retry_topic(world)
-        found = dict(zip(column(back, "unique_key"), column(back, "reconsume_times"), strict=True))
-        assert found == {key: times for key, times in counted.items() if key not in expected}
+        times_by_key = dict(zip(column(back, "unique_key"), column(back, "reconsume_times"), strict=True))
+        assert times_by_key == {key: times for key, times in counted.items() if key not in expected}
 
 
 def test_add_tells_whether_its_deadline_is_the_earliest_one() -> None:
@@ -271,9 +274,10 @@ def test_a_lease_that_has_ended_is_popped_once_unless_it_is_done(
     for offset, (_, is_done) in enumerate(pops):
         if is_done:
             queue_leases.mark_done(offset)
-    due = [offset for of, offsets in deadlines.pop_due(now_ms) if of is queue_leases for offset in offsets]
-    expected = [o for o, (pop_ms, is_done) in enumerate(pops) if not is_done and pop_ms + 10 <= now_ms]
-    assert sorted(due) == expected
+    due = [offset for _, offsets in deadlines.pop_due(now_ms) for offset in offsets]
+    assert sorted(due) == [
+        offset for offset, (pop_ms, is_done) in enumerate(pops) if not is_done and pop_ms + 10 <= now_ms
+    ]
     assert deadlines.pop_due(now_ms) == []
 
 
@@ -283,7 +287,7 @@ def test_a_lease_whose_deadline_was_changed_and_changed_back_is_popped_once() ->
     lease_positions(queue_leases, [0, 1], 1)
     deadlines.add(queue_leases, [0, 1], 1, 11)
     deadlines.add(queue_leases, [0], 1, 11)
-    assert [(of is queue_leases, offsets) for of, offsets in deadlines.pop_due(11)] == [(True, [0, 1])]
+    assert deadlines.pop_due(11) == [(queue_leases, [0, 1])]
     assert deadlines.pop_due(11) == []
 
 
@@ -347,18 +351,18 @@ def test_during_sweeps_each_lease_ends_once_at_its_deadline(steps: list[tuple[in
                 assert not is_first or ends_ms[offset] == min(ends_ms.values())
             elif step == 6:
                 now_ms += number // 9
-                due = [each for _, offsets in deadlines.pop_due(now_ms) for each in offsets]
-                assert sorted(due) == [each for each in held if ends_ms[each] <= now_ms]
-                for each in due:
-                    queue_leases.mark_done(each)
-                    del ends_ms[each]
+                due = [position for _, offsets in deadlines.pop_due(now_ms) for position in offsets]
+                assert sorted(due) == [position for position in held if ends_ms[position] <= now_ms]
+                for position in due:
+                    queue_leases.mark_done(position)
+                    del ends_ms[position]
             elif held and step < 9:
                 queue_leases.mark_done(held[number % len(held)])
                 del ends_ms[held[number % len(held)]]
             elif held:
-                each = held[number % len(held)]
-                ends_ms[each] = queue_leases.in_flight[each].deadline_ms = now_ms + number
-                deadlines.add(queue_leases, [each], 1, ends_ms[each])
+                position = held[number % len(held)]
+                ends_ms[position] = queue_leases.in_flight[position].deadline_ms = now_ms + number
+                deadlines.add(queue_leases, [position], 1, ends_ms[position])
             next_ms = deadlines.next_ms()
             assert not ends_ms or (next_ms is not None and next_ms <= min(ends_ms.values()))
         assert deadlines.first_lease_end_ms() == min(ends_ms.values(), default=None)

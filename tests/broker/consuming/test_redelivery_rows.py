@@ -45,6 +45,7 @@ TEXTS = st.builds(
 
 
 def rows(count: int = 2, **columns: Any) -> pa.RecordBatch:
+    """Messages as they are read (READ_SCHEMA), with the numbers from 7 on."""
     built = build_rows(
         count,
         **{"kind": 1, "topic": TOPIC, "body": [b"b"] * count, "reconsume_times": 0, "born_ms": 5, **columns},
@@ -55,10 +56,11 @@ def rows(count: int = 2, **columns: Any) -> pa.RecordBatch:
 
 
 def properties_by_columns(texts: list[str | None]) -> list[str]:
-    found: list[str] = redelivery_rows.properties_for(
+    """The properties of the copies of rows with these properties."""
+    properties: list[str] = redelivery_rows.properties_for(
         pa.array(texts, pa.string()), GROUP, TOPIC, NOW_MS
     ).to_pylist()
-    return found
+    return properties
 
 
 @given(st.lists(st.none() | TEXTS, max_size=6))
@@ -70,10 +72,7 @@ def test_properties_built_as_a_column_equal_those_built_one_by_one(texts: list[s
 
 @given(TEXTS)
 def test_a_copy_names_its_group_and_has_no_properties_of_earlier_delays(text: str) -> None:
-    before, (after,) = (
-        decode_properties(text),
-        (decode_properties(one) for one in properties_by_columns([text])),
-    )
+    before, after = decode_properties(text), decode_properties(properties_by_columns([text])[0])
     assert after[ORIGIN_GROUP] == GROUP
     assert after[RETRY_TOPIC] == before.get(RETRY_TOPIC, TOPIC), "the first topic stays"
     assert after[FIRST_POP_TIME] == before.get(FIRST_POP_TIME, str(NOW_MS)), "and so does the first time"
@@ -86,11 +85,11 @@ def test_properties_of_a_copy_stay_within_the_limit_of_the_protocol() -> None:
     for room in range(0, 120, 7):
         name_and_ends = len("long") + 2
         text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - name_and_ends - room)})
-        (found,) = properties_by_columns([text])
-        assert len(found) <= limits.PROPERTIES_BYTES_MAX
-        after = decode_properties(found)
-        assert after["long"] == decode_properties(text)["long"], "what the producer said stays"
-        assert room < 20 or after[ORIGIN_GROUP] == GROUP
+        (copied_text,) = properties_by_columns([text])
+        assert len(copied_text) <= limits.PROPERTIES_BYTES_MAX
+        after = decode_properties(copied_text)
+        assert after["long"] == decode_properties(text)["long"], "the producer's property stays"
+        assert room < 20 or after[ORIGIN_GROUP] == GROUP  # the name of the group needs less than 20 bytes
 
 
 def copies(
@@ -140,8 +139,8 @@ def test_copies_that_are_all_visible_have_no_due_time() -> None:
 
 @given(st.lists(st.none() | st.integers(0, retry.INT_MAX), min_size=1, max_size=5))
 def test_a_row_without_reconsume_times_has_zero_attempts(times: list[int | None]) -> None:
-    found = redelivery_rows.times_of(rows(len(times), reconsume_times=pa.array(times, pa.int32())))
-    assert found.tolist() == [one or 0 for one in times]
+    attempts = redelivery_rows.times_of(rows(len(times), reconsume_times=pa.array(times, pa.int32())))
+    assert attempts.tolist() == [count or 0 for count in times]
 
 
 def test_the_retry_topic_of_a_retry_topic_is_the_topic_itself() -> None:
@@ -154,8 +153,8 @@ def test_the_copy_of_a_copy_keeps_the_first_topic_and_time_and_the_producers_pro
         {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "POP_CK": "x", "DELAY": "3", "own": "1"}
     )
     adding = [redelivery_rows.copy_properties(GROUP, TOPIC, 77)] * 2
-    made = redelivery_rows.merge_properties_of_each(pa.array([None, text], pa.string()), adding)
-    assert [decode_properties(one) for one in made.to_pylist()] == [
+    merged = redelivery_rows.merge_properties_of_each(pa.array([None, text], pa.string()), adding)
+    assert [decode_properties(merged_text) for merged_text in merged.to_pylist()] == [
         {"RETRY_TOPIC": TOPIC, "1ST_POP_TIME": "77", "ORIGIN_GROUP": GROUP},
         {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "ORIGIN_GROUP": GROUP, "own": "1"},
     ]
@@ -165,11 +164,14 @@ GROUPS = st.sampled_from(["a", "a_b", "ab", "b"])
 
 
 @given(GROUPS, GROUPS, st.sampled_from(["", "x\x01y\x02", "x\x01y"]), st.booleans())
-def test_a_copy_is_only_for_the_group_that_it_names(group: str, other: str, before: str, ended: bool) -> None:
-    own = f"{before}{'' if not before or before.endswith(chr(2)) else chr(2)}ORIGIN_GROUP\x01{group}"
-    own += "\x02" if ended else ""
-    assert redelivery_rows.is_for_group(other, own) == (group == other)
-    assert redelivery_rows.is_for_group(other, before or None)  # names no group: it is for every reader
+def test_a_copy_is_only_for_the_group_that_it_names(
+    group: str, reader: str, before: str, has_end: bool
+) -> None:
+    """`before`: properties before that of the group. `has_end`: the text ends with a separator."""
+    separator = "" if not before or before.endswith("\x02") else "\x02"
+    text = f"{before}{separator}ORIGIN_GROUP\x01{group}" + ("\x02" if has_end else "")
+    assert redelivery_rows.is_for_group(reader, text) == (group == reader)
+    assert redelivery_rows.is_for_group(reader, before or None), "a row that names no group is for all groups"
 
 
 @given(st.text(), st.integers(0, 3))
@@ -177,8 +179,8 @@ def test_a_reason_becomes_one_line_of_bounded_length_without_separators(text: st
     reason = redelivery_rows.reason_text(text * (1 + 700 * times))
     assert len(reason.encode()) <= limits.NACK_REASON_BYTES_MAX
     assert reason.isprintable() and reason == " ".join(reason.split(" "))
-    said = redelivery_rows.nack_properties(text, 5) | {"own": "1"}
-    assert decode_properties(encode_properties(said)) == said
+    properties = redelivery_rows.nack_properties(text, 5) | {"own": "1"}
+    assert decode_properties(encode_properties(properties)) == properties
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_a_reason_becomes_one_line_of_bounded_length_without_separators(text: st
         ("  ", ""),
         ("\ud800x", "x"),
         ("line\r\nline", "line line"),
-        ("ü" * 600, "ü" * 512),
+        ("ü" * 600, "ü" * 512),  # 2 bytes each
     ],
 )
 def test_unprintable_characters_are_left_out_of_a_reason(text: str, reason: str) -> None:
@@ -197,14 +199,14 @@ def test_unprintable_characters_are_left_out_of_a_reason(text: str, reason: str)
 
 def test_a_reason_stays_until_the_next_nack_replaces_it() -> None:
     first = redelivery_rows.merge_properties("", redelivery_rows.copy_properties(GROUP, TOPIC, 1))
-    saying = redelivery_rows.copy_properties(GROUP, TOPIC, 1) | redelivery_rows.nack_properties("no stock", 5)
-    back = redelivery_rows.merge_properties(first, saying)
-    assert decode_properties(back).items() >= {("NACK_REASON", "no stock"), ("NACK_TIME", "5")}
-    again = redelivery_rows.merge_properties(back, redelivery_rows.copy_properties(GROUP, TOPIC, 2))
-    assert decode_properties(again)["NACK_REASON"] == "no stock" and "NACK_TIME" not in decode_properties(
-        again
-    )
-    silent = redelivery_rows.merge_properties(again, saying | redelivery_rows.nack_properties("", 6))
+    nack = redelivery_rows.copy_properties(GROUP, TOPIC, 1) | redelivery_rows.nack_properties("no stock", 5)
+    nacked = redelivery_rows.merge_properties(first, nack)
+    assert decode_properties(nacked).items() >= {("NACK_REASON", "no stock"), ("NACK_TIME", "5")}
+    # The next lease ends without a nack, and then comes a nack without a reason.
+    expired = redelivery_rows.merge_properties(nacked, redelivery_rows.copy_properties(GROUP, TOPIC, 2))
+    properties = decode_properties(expired)
+    assert properties["NACK_REASON"] == "no stock" and "NACK_TIME" not in properties
+    silent = redelivery_rows.merge_properties(expired, nack | redelivery_rows.nack_properties("", 6))
     assert "NACK_REASON" not in decode_properties(silent)
 
 
@@ -216,8 +218,8 @@ def test_a_reason_that_the_sender_set_is_removed() -> None:
 
 def test_a_reason_that_does_not_fit_is_left_out() -> None:
     text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 80)})
-    saying = redelivery_rows.copy_properties(GROUP, TOPIC, 1) | redelivery_rows.nack_properties("y" * 100, 5)
-    found = decode_properties(redelivery_rows.merge_properties(text, saying))
-    assert "NACK_REASON" not in found and found["ORIGIN_GROUP"] == GROUP
+    nack = redelivery_rows.copy_properties(GROUP, TOPIC, 1) | redelivery_rows.nack_properties("y" * 100, 5)
+    properties = decode_properties(redelivery_rows.merge_properties(text, nack))
+    assert "NACK_REASON" not in properties and properties["ORIGIN_GROUP"] == GROUP
     (shown,) = redelivery_rows.with_reasons(pa.array([text], pa.string()), ["y" * 100]).to_pylist()
     assert shown == text

@@ -42,6 +42,7 @@ from timeball.model.errors import OverLimit
 
 
 async def save_offsets(world: World) -> None:
+    """Save all changed offsets and leases, durably, as the broker does from time to time."""
     assert world.node is not None
     await world.node.maintenance.save_offsets()
 
@@ -56,17 +57,17 @@ async def test_a_lease_survives_a_crash_until_its_end(
     second = await receive(world, 4)
     await acknowledge(world, second)
     await power_cut(world)
-    rest = await receive(world)
-    assert sorted(bodies(first) + bodies(second) + bodies(rest)) == [b"%d" % i for i in range(10)]
-    assert attempts(rest) == [1, 1]
+    third = await receive(world)
+    assert sorted(bodies(first) + bodies(second) + bodies(third)) == [b"%d" % i for i in range(10)]
+    assert attempts(third) == [1, 1]
     await pass_time(world, MINUTE_MS)
     again = await receive(world)
-    assert sorted(bodies(again)) == sorted(bodies(first) + bodies(rest)) and set(attempts(again)) == {2}
+    assert sorted(bodies(again)) == sorted(bodies(first) + bodies(third)) and set(attempts(again)) == {2}
 
 
 @on_node()
 async def test_an_unsaved_acknowledgement_is_lost_in_a_crash(world: World) -> None:
-    """One message is acknowledged, one leased: both are as they were when the leases were saved."""
+    """The first message was leased and the others were not when the leases were saved. So it is after the crash."""
     await send(world, [b"%d" % i for i in range(4)])
     first = await receive(world, 1)
     await save_offsets(world)
@@ -92,7 +93,7 @@ async def test_messages_are_handed_out_twice_if_the_leases_are_not_restored(
     with monkeypatch.context() as patch:
         patch.setattr(consuming_engine, "restored_queues", lambda *_: ([], {}))
         await power_cut(world)
-    assert bodies(await receive(world)) == [b"a"], "handed out again while it is in a hand"
+    assert bodies(await receive(world)) == [b"a"], "handed out again during its lease"
 
 
 @on_node(ack_save_ms=0)
@@ -136,18 +137,18 @@ async def test_a_group_that_was_moved_while_it_had_leases_stays_there_after_a_cr
 @pytest.mark.parametrize("writes", ["save", "nack"])
 @on_node()
 async def test_a_save_of_another_queue_keeps_the_moved_offset_of_a_queue(world: World, writes: str) -> None:
-    """Another queue's leases are saved, with the offsets of the topic, before the moved queue is looked at."""
+    """The leases of queue 1 are saved, with the offsets of the topic, before the engine has used the moved queue 0."""
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
     firsts = [receipt for receipt in received.receipts if not receipt.offset]
     assert await engine(world).acknowledge(firsts) == [True, True]
     await save_offsets(world)
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 0})
-    (other,) = [receipt for receipt in received.receipts if receipt[2:4] == (1, 1)]
+    (receipt,) = [receipt for receipt in received.receipts if (receipt.queue_id, receipt.offset) == (1, 1)]
     if writes == "nack":
-        assert await engine(world).nack(other, MINUTE_MS) == other
+        assert await engine(world).nack(receipt, MINUTE_MS) == receipt
     else:
-        assert await engine(world).acknowledge([other]) == [True]
+        assert await engine(world).acknowledge([receipt]) == [True]
         await engine(world).saver.saved()
     await power_cut(world)
     assert sorted(bodies(await receive(world))) == [b"0", b"2", b"4"], "the moved queue begins again"
@@ -155,7 +156,7 @@ async def test_a_save_of_another_queue_keeps_the_moved_offset_of_a_queue(world: 
 
 @on_node()
 async def test_a_save_of_another_group_keeps_a_moved_offset(world: World) -> None:
-    """An answer has forgotten the leases of one moved queue, and nobody has looked at the other one."""
+    """After the move, an acknowledgement makes the engine forget the leases of queue 0, but not those of queue 1."""
     await send(world, [b"%d" % i for i in range(6)])
     received = await receive(world)
     firsts = [receipt for receipt in received.receipts if not receipt.offset]
@@ -163,7 +164,8 @@ async def test_a_save_of_another_group_keeps_a_moved_offset(world: World) -> Non
     others = await engine(world).receive(ReceiveRequest("other", TOPIC), 0)
     await save_offsets(world)
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 0})
-    await engine(world).acknowledge([one for one in received.receipts if one[2:4] == (0, 1)])
+    moved = [receipt for receipt in received.receipts if (receipt.queue_id, receipt.offset) == (0, 1)]
+    await engine(world).acknowledge(moved)
     await acknowledge(world, others)
     await engine(world).saver.saved()
     await power_cut(world)
@@ -185,7 +187,7 @@ async def test_leases_of_a_deleted_group_are_not_restored(world: World) -> None:
 
 @on_node(ack_save_ms=0)
 async def test_after_a_crash_only_the_unacknowledged_message_is_handed_out_again(world: World) -> None:
-    """The group's offset stands before it. The saved leases say that all behind it are done."""
+    """The group's offset is that of the message. The saved leases show that all later positions are done."""
     await send(world, [b"%d" % i for i in range(8)])
     held = await receive(world, 1, queue_id=0)
     received = await receive(world)
@@ -260,7 +262,7 @@ async def test_a_repeated_attempt_id_gets_the_same_ordered_messages_after_a_cras
     assert sorted(bodies(again)) == sorted(bodies(first))
 
 
-# ---- what a start makes of the rows ----------------------------------------------------------------------------
+# ---- a start from given rows -----------------------------------------------------------------------------------
 
 NOW_MS = 1_000
 
@@ -268,6 +270,7 @@ NOW_MS = 1_000
 def restored(
     part: SavedPart, stored: int | None = 0, topics: tuple[str, ...] = (TOPIC,)
 ) -> tuple[list[QueueLeases], dict[Key, set[int]]]:
+    """Restore from one saved part. The topics have one empty queue, and `stored` is the group's stored offset."""
     queues = Queues(QueueIndexes(CrashFiles()), TOPIC, 1)
 
     def find_topic(name: str) -> Topic | None:
@@ -292,7 +295,7 @@ def test_leases_of_a_deleted_topic_or_group_or_queue_are_not_restored() -> None:
 
 
 def test_positions_that_the_queue_does_not_have_are_not_restored() -> None:
-    """Retention has removed them, or a disk that lies has lost them."""
+    """Retention has removed the messages, or a disk that ignores syncs has lost them."""
     part = SavedPart(GROUP, TOPIC, 0, 0, 9, [LeaseRun(3, 5, 7, 17, 7)], [12])
     ((queue,), _) = restored(part)
     assert (queue.next_offset, queue.in_flight, queue.returned) == (0, {}, {})  # type: ignore[attr-defined]
@@ -343,10 +346,10 @@ async def test_all_queues_of_a_moved_group_stay_moved_if_a_save_of_one_queue_is_
     await engine(world).saver.saved([world.broker.consuming.leases.get(GROUP, TOPIC, 0)])
     await power_cut(world)
     rest = await receive(world)
-    held_bodies = {
+    saved_bodies = {
         body for body, receipt in zip(bodies(again), again.receipts, strict=True) if not receipt.queue_id
     }
-    assert set(bodies(rest)) == set(bodies(again)) - held_bodies, "the other queue begins where it was moved"
+    assert set(bodies(rest)) == set(bodies(again)) - saved_bodies, "queue 1 begins where it was moved"
 
 
 @on_node()
@@ -355,22 +358,22 @@ async def test_the_first_offset_of_a_group_is_durable_before_any_of_its_messages
 ) -> None:
     await send(world, [b"%d" % i for i in range(4)])
     ask = ReceiveRequest(GROUP, TOPIC, rows=1, invisible_ms=MINUTE_MS, counts_times=True)
-    log, durable, begun = world.broker.log, list[bool](), list[int]()
+    log, are_durable, saved_ends = world.broker.log, list[bool](), list[int]()
     save = engine(world).saver.save_new_groups
 
-    def saved(queues: Iterable[QueueLeases]) -> asyncio.Future[int] | None:
+    def save_and_record_end(queues: Iterable[QueueLeases]) -> asyncio.Future[int] | None:
         future = save(queues)
-        begun.append(log.writer.next_seq)
+        saved_ends.append(log.writer.next_seq)
         return future
 
-    monkeypatch.setattr(engine(world).saver, "save_new_groups", saved)
+    monkeypatch.setattr(engine(world).saver, "save_new_groups", save_and_record_end)
 
-    async def look() -> None:
+    async def receive_and_check() -> None:
         await engine(world).receive(ask, 0)
-        durable.append(log.reader.next_seq >= begun[0])
+        are_durable.append(log.reader.next_seq >= saved_ends[0])
 
-    await asyncio.gather(look(), look(), look())
-    assert durable == [True] * 3
+    await asyncio.gather(receive_and_check(), receive_and_check(), receive_and_check())
+    assert are_durable == [True] * 3
 
 
 @on_node()
@@ -384,7 +387,7 @@ async def test_a_group_whose_first_receive_a_full_disk_refused_begins_durably_la
             await receive(world)
     assert bodies(await receive(world)) == [b"a"]
     await power_cut(world)
-    assert world.broker.offsets(GROUP, TOPIC), "where it began is in the log"
+    assert world.broker.offsets(GROUP, TOPIC), "its first offset is in the log"
 
 
 @on_node(ack_save_ms=0)

@@ -24,18 +24,17 @@ from timeball.log.writer import NewestRows
 @on_node()
 async def test_a_consumer_that_disconnects_before_its_answer_leaves_no_lease(world: World) -> None:
     await send(world, [b"a"])
-    world.broker.log.writer.newest = (
-        NewestRows()
-    )  # without the rows in memory, the receive waits for the reader
-    asking = asyncio.create_task(pop(world))
+    # Without the rows in memory, the receive waits for the reader.
+    world.broker.log.writer.newest = NewestRows()
+    receiving = asyncio.create_task(pop(world))
     await asyncio.sleep(0)  # now the position is leased, and its row is being read
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
     assert bodies(await pop(world)) == [b"a"]
 
 
 async def crash(world: World) -> None:
-    """The process is killed: what is saved is saved."""
+    """Save the leases and kill the process. Start it again a second later."""
     assert world.node is not None
     await world.node.maintenance.save_offsets()
     await world.abandon()
@@ -98,7 +97,7 @@ async def test_positions_whose_rows_retention_removed_do_not_block_the_queue(
 ) -> None:
     await send_in_order(world, 3)
     await pop(world, 3, in_order=in_order, invisible_ms=MINUTE_MS)
-    for _ in range(4):  # segments hold about ten of these
+    for _ in range(4):  # a segment has space for about ten of these messages
         await world.send("filler", [None] * 6, 100_000)
         world.clock.advance(1_000)
     await world.checkpoint()

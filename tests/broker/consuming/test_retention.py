@@ -18,13 +18,13 @@ DAYS = {"retention_ms": HOUR_MS, "unread_retention_ms": 3 * HOUR_MS}
 
 
 async def fill_segments(world: World, rows: int = 24) -> None:
-    """Segments hold about ten of these."""
+    """Send messages of 100 kB to another topic. A segment has space for about ten of them."""
     for _ in range(rows // 6):
         await world.send("filler", [None] * 6, 100_000)
 
 
 async def send_and_read_some(world: World, read: int = 1, group: str = GROUP) -> None:
-    """Five messages in one queue, of which a group has read some; segments of others follow."""
+    """Send five messages to one queue, of which a group has read the first `read`. Then fill segments."""
     await world.broker.create_topic(TOPIC, 1)
     await world.send(TOPIC, [None] * 5)
     await world.broker.commit_offsets(group, TOPIC, {0: read})
@@ -32,12 +32,14 @@ async def send_and_read_some(world: World, read: int = 1, group: str = GROUP) ->
 
 
 async def apply_retention(world: World, after_ms: int) -> None:
+    """Apply the retention `after_ms` from now."""
     world.clock.advance(after_ms)
     await world.checkpoint()
     await world.apply_retention()
 
 
 def first_offset(world: World) -> int:
+    """The first offset of the queue that is still in the log. 5 if all messages are removed."""
     offset: int = world.broker.queues(TOPIC)[0][0]
     return offset
 
@@ -87,7 +89,7 @@ async def test_expired_messages_are_counted_once_although_the_broker_crashes(wor
     await world.checkpoint()
     assert world.node is not None
     await world.node.maintenance.save_offsets()
-    # The power goes between the count and the removal of the segments.
+    # The power is cut between the count and the removal of the segments.
     broker = world.broker
     reader = broker.log.reader
     keeper = retention.Retention(settings=broker.settings, clock=broker.clock, tables=broker.tables)
@@ -160,13 +162,13 @@ async def test_the_unread_messages_of_a_deleted_topic_are_counted_as_expired(
 
 
 @on_node(**DAYS)
-async def test_a_nack_with_a_delay_longer_than_the_retention_is_delivered(world: World) -> None:
+async def test_a_scheduled_message_with_a_delay_longer_than_the_retention_is_delivered(world: World) -> None:
     """NATS 2.15.3 loses a schedule whose stream keeps its messages for a shorter time, and reports no error."""
     await world.broker.create_topic(TOPIC, 1)
     await world.send(TOPIC, [5 * HOUR_MS])
     await fill_segments(world)
     await apply_retention(world, 4 * HOUR_MS)
-    assert world.broker.log.reader.first_seq > 1, "its row in the log has been let go"
+    assert world.broker.log.reader.first_seq > 1, "retention has removed its row in the log"
     assert world.broker.queues(TOPIC)[0] == (0, 0)
     await world.advance(HOUR_MS)
     assert (await world.broker.pull(TOPIC, {0: 0}, 10, 0)).num_rows == 1

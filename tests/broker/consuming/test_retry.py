@@ -20,6 +20,7 @@ NAMES = st.text("abcXYZ_", min_size=1, max_size=6) | st.sampled_from(sorted(SPEN
 
 
 def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Next:
+    """The next copy of a message that was returned `times` times before, of at most `most` times."""
     return next_copy_of_returned(
         "readers",
         topic="orders",
@@ -34,6 +35,7 @@ def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **proper
 def resent_copy(
     delay_level: int = 3, times: int = 1, most: int = 16, in_order: bool = False, **properties: str
 ) -> Next:
+    """The next copy of a message that a client sends again, and whose attempts it counts as `times`."""
     return resend(
         "readers",
         properties={**USERS, **properties},
@@ -66,7 +68,7 @@ def test_after_the_maximum_of_attempts_the_next_copy_is_a_dead_letter(times: int
 
 def test_a_requested_delay_level_is_used() -> None:
     assert returned_copy(delay_level=1, times=9).delay_level == 1
-    assert returned_copy(delay_level=1_000).delay_level == 1_000  # admission knows the table, and clamps
+    assert returned_copy(delay_level=1_000).delay_level == 1_000  # the admission of the copy limits the level
 
 
 def test_a_negative_delay_level_makes_a_dead_letter() -> None:
@@ -160,5 +162,5 @@ def test_any_returned_message_has_one_delay_as_a_retry_and_none_as_a_dead_letter
         assert 0 <= found.delay_level <= INT_MAX and 0 <= found.reconsume_times <= INT_MAX
         assert SPENT & found.properties.keys() == ({"DELAY"} if found.delay_level else set())
         assert not (found.is_dead_letter and found.delay_level)
-        assert {n for n in before if n not in SPENT} <= found.properties.keys()
+        assert {name for name in before if name not in SPENT} <= found.properties.keys()
         assert properties == before

@@ -21,13 +21,15 @@ TAGS = ["a", "b", "c"]
 
 
 def index(sizes: list[int], tags: list[str] | None = None) -> QueueIndex:
-    made = QueueIndexes(CrashFiles()).queue("t", 0)
+    """The index of a queue with messages of these sizes (bytes) and tags, by default the tag `a`."""
+    queue_index = QueueIndexes(CrashFiles()).queue("t", 0)
     hashes = np.array([java_hash(tag) for tag in tags or ["a"] * len(sizes)], dtype=np.int64)
-    made.append(np.arange(len(sizes)), np.array(sizes, dtype=np.int64), hashes)
-    return made
+    queue_index.append(np.arange(len(sizes)), np.array(sizes, dtype=np.int64), hashes)
+    return queue_index
 
 
 def selection(rows: int = 32, pop_ms: int = 1, *, in_order: bool = False, attempt_id: str = "") -> Selection:
+    """A selection of at most `rows` rows, whose leases end after 10 ms."""
     return Selection(rows, pop_ms, pop_ms + 10, now_ms=pop_ms, in_order=in_order, attempt_id=attempt_id)
 
 
@@ -40,34 +42,39 @@ def test_consecutive_selections_lease_each_match_once_in_order(
     rows: list[int], tags: list[str], tag: str
 ) -> None:
     queue_leases = leases_of_queue(index=index([10] * len(tags), tags))
-    expected = [offset for offset, of in enumerate(tags) if of == tag]
-    taken: list[int] = []
-    for n in rows:
-        offsets = selection(n).lease(queue_leases, compile_filter(tag))
-        assert len(offsets) == min(n, len(expected) - len(taken))
-        taken += offsets
-    assert taken == expected[: len(taken)]
-    assert queue_leases.first_open == (taken[0] if taken else queue_leases.next_offset)
+    expected = [offset for offset, message_tag in enumerate(tags) if message_tag == tag]
+    leased: list[int] = []
+    for row_count in rows:
+        offsets = selection(row_count).lease(queue_leases, compile_filter(tag))
+        assert len(offsets) == min(row_count, len(expected) - len(leased))
+        leased += offsets
+    assert leased == expected[: len(leased)]
+    assert queue_leases.first_open == (leased[0] if leased else queue_leases.next_offset)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
-def test_a_selection_is_limited_in_bytes_but_has_at_least_one_row(sizes: list[int], back: set[int]) -> None:
+def test_a_selection_is_limited_in_bytes_but_has_at_least_one_row(
+    sizes: list[int], given_back: set[int]
+) -> None:
+    """New positions and positions that came back: 12 bytes, or one message of 4 to 36 bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "POP_BYTES_MAX", 12)
         queue_leases = leases_of_queue(index=index([size * 4 for size in sizes]))
-        everything = selection(64)
-        while selection(64).lease(queue_leases, EVERYTHING):
-            pass
-        for offset in back & set(queue_leases.in_flight):
+
+        def lease_all() -> list[int]:
+            leased: list[int] = []
+            while offsets := selection(64).lease(queue_leases, EVERYTHING):
+                assert len(offsets) == 1 or sum(4 * sizes[offset] for offset in offsets) <= 12
+                leased += offsets
+            return leased
+
+        assert lease_all() == list(range(len(sizes)))
+        for offset in given_back & set(queue_leases.in_flight):
             queue_leases.give_back(offset)
         for offset in list(queue_leases.in_flight):
             queue_leases.mark_done(offset)
-        again = sorted(queue_leases.returned)
-        got: list[int] = []
-        while offsets := selection(64).lease(queue_leases, EVERYTHING):
-            assert len(offsets) == 1 or sum(4 * sizes[o] for o in offsets) <= 12
-            got += offsets
-        assert got == again and everything.leased == []
+        returned = sorted(queue_leases.returned)
+        assert lease_all() == returned
 
 
 def test_returned_positions_are_leased_first_and_acknowledged_ones_are_skipped() -> None:
@@ -80,7 +87,7 @@ def test_returned_positions_are_leased_first_and_acknowledged_ones_are_skipped()
 
 
 class Walked(dict[int, Lease]):
-    """Counts how often somebody walks over all positions."""
+    """Leases by position. Counts the iterations over all positions."""
 
     walks = 0
 
@@ -92,17 +99,20 @@ class Walked(dict[int, Lease]):
 def test_rows_in_log_order_are_taken_without_a_walk_over_all_returned_positions() -> None:
     """After a restart, a queue may have 10,000 returned positions, and this selection takes them one by one."""
     queues, returned = [], []
-    for first_seq in (0, 1):
+    for first_seq in (0, 1):  # one queue has the even numbers, the other one the odd numbers
         queue_leases = leases_of_queue(next_offset=40, index=index([10] * 40))
-        leases = {offset: Lease(first_seq + 2 * offset, 10, NO_RECEIPT, 0, 0) for offset in range(39, -1, -1)}
-        returned.append(Walked(leases))
+        returned.append(
+            Walked(
+                (offset, Lease(first_seq + 2 * offset, 10, NO_RECEIPT, 0, 0)) for offset in range(39, -1, -1)
+            )
+        )
         queue_leases.restore({}, returned[-1], set(), set())
         queues.append(queue_leases)
-    before = [each.walks for each in returned]
-    taken = selection(31)
-    taken.lease_in_log_order(queues, EVERYTHING, only_returned=False)
-    assert [lease.seq for _, _, lease in taken.leased] == list(range(31))
-    assert [each.walks for each in returned] == before
+    walks_before = [leases.walks for leases in returned]
+    in_log_order = selection(31)
+    in_log_order.lease_in_log_order(queues, EVERYTHING, only_returned=False)
+    assert [lease.seq for _, _, lease in in_log_order.leased] == list(range(31))
+    assert [leases.walks for leases in returned] == walks_before
 
 
 def test_an_ordered_selection_leases_nothing_beside_a_lease_unless_it_repeats_the_attempt() -> None:

@@ -49,11 +49,11 @@ async def test_each_message_is_handed_out_once_and_can_be_acknowledged(world: Wo
 async def test_a_receipt_is_valid_once_and_only_for_its_group(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
-    wrong = [
+    other_receipts = [
         receipt._replace(group="other"), receipt._replace(offset=1), receipt._replace(topic="none"),
         receipt._replace(queue_id=7), receipt._replace(pop_ms=receipt.pop_ms + 1), receipt._replace(pop_ms=-1),
     ]  # fmt: skip
-    assert engine(world).acknowledge_now(wrong) == [False] * len(wrong)
+    assert engine(world).acknowledge_now(other_receipts) == [False] * len(other_receipts)
     assert engine(world).acknowledge_now([receipt, receipt]) == [True, False]
 
 
@@ -90,8 +90,8 @@ async def test_receives_and_changes_outside_the_limits_are_refused(world: World)
             await pop(world, **wrong)
     with pytest.raises(NotFound):
         await engine(world).receive(ReceiveRequest(GROUP, "none"), 0)
-    for group, topic, what in (("g" * 121, "t", "group"), ("g", "t" * 128, "topic")):
-        with pytest.raises(InvalidMessage, match=f"^{what} "):
+    for group, topic, too_long in (("g" * 121, "t", "group"), ("g", "t" * 128, "topic")):
+        with pytest.raises(InvalidMessage, match=f"^{too_long} "):
             await engine(world).receive(ReceiveRequest(group, topic), 0)
 
 
@@ -137,6 +137,7 @@ async def test_the_message_of_an_expired_lease_comes_back_with_its_count_and_ori
     }  # fmt: skip
     assert engine(world).acknowledge_now(popped.receipts) == [False]
     assert engine(world).acknowledge_now(again.receipts) == [True]
+    # The message was alone in one of the two queues.
     assert stored(world) == {0: 0, 1: 0} or sum(stored(world).values()) == 1
     assert stored(world, retry_topic(GROUP, TOPIC)) == {0: 1}
 
@@ -187,7 +188,7 @@ async def test_a_shorter_lease_ends_sooner(world: World) -> None:
 
 
 @on_node()
-async def test_a_change_to_zero_brings_the_message_back_at_once(world: World) -> None:
+async def test_a_dead_letter_is_written_at_once_and_its_position_is_done(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
     assert await engine(world).dead_letter(receipt)
@@ -222,8 +223,8 @@ async def test_names_that_make_the_same_retry_topic_are_kept_apart(world: World)
     await world.broker.send(batch(1, topic=["b_c"], body=[b"other"]))
     assert (await engine(world).receive(ReceiveRequest("a_b", "c"), 0)).rows.num_rows
     await pass_time(world, MINUTE_MS)
-    taken = await engine(world).receive(ReceiveRequest("a", "b_c", rows=10), 0)
-    assert bodies(taken) == [b"other"]
+    received = await engine(world).receive(ReceiveRequest("a", "b_c", rows=10), 0)
+    assert bodies(received) == [b"other"]
     assert bodies(await engine(world).receive(ReceiveRequest("a_b", "c"), 0)) == [b"body"]
 
 
@@ -257,30 +258,30 @@ async def test_as_many_waiting_receives_are_served_as_there_are_messages(world: 
     await send(world, [b"seen"])
     engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = [asyncio.create_task(pop(world, 1, wait_ms=30_000)) for _ in range(20)]
-    await world.until(lambda: engine(world).waiting_receives == 20, "they wait")
+    await world.until(lambda: engine(world).waiting_receives == 20, "all receives wait")
     await send(world, [b"%d" % i for i in range(15)])
-    await world.until(lambda: sum(task.done() for task in waiting) == 15, "15 got something")
+    await world.until(lambda: sum(task.done() for task in waiting) == 15, "15 receives have a message")
     await send(world, [b"%d" % i for i in range(15, 20)])
-    found = [body for popped in await asyncio.gather(*waiting) for body in bodies(popped)]
-    assert sorted(found) == sorted(b"%d" % i for i in range(20))
+    all_bodies = [body for popped in await asyncio.gather(*waiting) for body in bodies(popped)]
+    assert sorted(all_bodies) == sorted(b"%d" % i for i in range(20))
 
 
 @on_node()
 async def test_the_end_of_a_lease_wakes_no_other_group(world: World) -> None:
     await send(world, [b"a", b"b"])
     receipts = (await pop(world)).receipts
-    (await engine(world).receive(ReceiveRequest("other", TOPIC), 0))
+    await engine(world).receive(ReceiveRequest("other", TOPIC), 0)
     reader = asyncio.create_task(world.broker.waiters.wait(TOPIC, 60))
-    other = ReceiveRequest("other", TOPIC, in_order=True)
-    asking = asyncio.create_task(engine(world).wait_for_rows(other, 30_000))
-    mine = asyncio.create_task(engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 30_000))
-    await world.until(lambda: world.broker.waiters._count == 3, "all wait")
+    request = ReceiveRequest("other", TOPIC, in_order=True)
+    other_group = asyncio.create_task(engine(world).wait_for_rows(request, 30_000))
+    own_group = asyncio.create_task(engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 30_000))
+    await world.until(lambda: world.broker.waiters._count == 3, "all three wait")
     engine(world).acknowledge_now(receipts[:1])
     await engine(world).change_invisible_time(receipts[1], 0, counts=False)
-    assert await mine, "its own group has a message again"
-    assert not reader.done() and not asking.done()
+    assert await own_group, "the group has a message again"
+    assert not reader.done() and not other_group.done()
     reader.cancel()
-    asking.cancel()
+    other_group.cancel()
 
 
 @on_node()
@@ -384,11 +385,11 @@ async def test_a_filter_with_few_matches_finds_them_after_many_other_messages(
 @on_node()
 async def test_many_concurrent_consumers_get_each_message_once(world: World) -> None:
     await send(world, [b"%d" % i for i in range(200)])
-    taken = await asyncio.gather(*(pop(world, 7) for _ in range(40)))
-    found = [body for popped in taken for body in bodies(popped)]
-    assert sorted(found) == sorted(b"%d" % i for i in range(200))
-    assert np.all([popped.rows.num_rows <= 7 for popped in taken])
-    assert all(isinstance(r, Receipt) for popped in taken for r in popped.receipts)
+    answers = await asyncio.gather(*(pop(world, 7) for _ in range(40)))
+    all_bodies = [body for popped in answers for body in bodies(popped)]
+    assert sorted(all_bodies) == sorted(b"%d" % i for i in range(200))
+    assert np.all([popped.rows.num_rows <= 7 for popped in answers])
+    assert all(isinstance(receipt, Receipt) for popped in answers for receipt in popped.receipts)
 
 
 @on_node()
@@ -401,7 +402,7 @@ async def test_messages_of_a_hidden_queue_are_not_handed_out(world: World) -> No
     with pytest.raises(OutOfRange, match="has 1"):
         await pop(world, queue_id=1)
     topics.configure(TOPIC, TopicConfig(read_queues=0, write_queues=2))
-    assert [(await pop(world, in_order=each)).rows.num_rows for each in (False, True)] == [0, 0]
+    assert [(await pop(world, in_order=in_order)).rows.num_rows for in_order in (False, True)] == [0, 0]
     topics.configure(TOPIC, TopicConfig(read_queues=2, write_queues=2))
     assert bodies(await pop(world)) == [b"hidden"]
 
@@ -425,9 +426,10 @@ async def test_a_nack_with_a_delay_of_days_is_one_attempt(world: World) -> None:
 async def test_the_longest_delay_of_a_nack_is_that_of_a_send(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world)).receipts
-    for wrong in (-1, limits.DELAY_MS_MAX + 1):
-        with pytest.raises(InvalidDelay, match=f"after={wrong} ms: between 0 and {limits.DELAY_MS_MAX} ms$"):
-            await engine(world).nack(receipt, wrong)
+    for delay_ms in (-1, limits.DELAY_MS_MAX + 1):
+        message = f"after={delay_ms} ms: between 0 and {limits.DELAY_MS_MAX} ms$"
+        with pytest.raises(InvalidDelay, match=message):
+            await engine(world).nack(receipt, delay_ms)
     assert await engine(world).nack(receipt, limits.DELAY_MS_MAX)
     assert world.broker.redeliveries.counts() == {(GROUP, TOPIC): 1}
 

@@ -18,14 +18,15 @@ from timeball.model.answers import Conflict
 
 
 class TimedSubscriptions(Subscriptions):
-    """Subscriptions on a clock that stands still until told."""
+    """Subscriptions with a manual clock."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         super().__init__(self.clock.monotonic_ns)
 
-    def say(self, *wanted: str, topic: str = "orders") -> None:
-        for text in wanted:
+    def say(self, *filters: str, topic: str = "orders") -> None:
+        """Let members of group g use these filters, one each second."""
+        for text in filters:
             self.clock.advance(1_000)
             self.hear("g", topic, text)
 
@@ -75,15 +76,15 @@ def test_the_memory_of_subscriptions_is_bounded(monkeypatch: pytest.MonkeyPatch)
     heard = TimedSubscriptions()
     for number in range(9):
         heard.say("red", "blue", "red", topic=f"t{number}")
-    assert [one.topic for one in heard.conflicts("g")] == ["t6", "t7", "t8"]
+    assert [conflict.topic for conflict in heard.conflicts("g")] == ["t6", "t7", "t8"]
     heard.say(*[f"x{number}" * 9_000 for number in range(20)])
-    assert "orders" not in [one.topic for one in heard.conflicts("g")], "none of them is repeated"
+    assert "orders" not in [conflict.topic for conflict in heard.conflicts("g")], "no filter is repeated"
     heard.say("y" * 9_000, "z", "y" * 9_000)
-    (found,) = [one.wanted for one in heard.conflicts("g") if one.topic == "orders"]
-    assert len(found) == 2 and max(map(len, found)) < 300
+    (filters,) = [conflict.wanted for conflict in heard.conflicts("g") if conflict.topic == "orders"]
+    assert len(filters) == 2 and max(map(len, filters)) < 300
     for number in range(3):
         heard.hear(f"other{number}", "orders", "red")
-    assert heard.groups() == [], "the wishes of the group have made room"
+    assert heard.groups() == [], "the filters of the group were removed for those of other groups"
 
 
 def test_equal_filters_have_the_same_text() -> None:
@@ -94,7 +95,7 @@ def test_equal_filters_have_the_same_text() -> None:
     )
     assert compile_filter("").text == EVERYTHING.text == normalized_text("*", "TAG") == "*"
     assert compile_filter(" a = 1 ", "SQL92").text == normalized_text("a = 1", "SQL92")
-    assert normalized_text("||", "TAG") == "||", "a refused filter stays as it is"
+    assert normalized_text("||", "TAG") == "||", "an invalid filter stays as it is"
 
 
 @on_node()

@@ -18,20 +18,20 @@ CONTEXT = "traceparent\x0100-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0
 
 @pytest.fixture(autouse=True)
 def _spans_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without a collector a stop waits for it, and its exporter's thread tries again beside the tests that follow."""
+    """Run a collector. Without it, each stop waits for it, and the exporter's thread goes on during later tests."""
     with collector() as running:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.endpoint)
         yield
 
 
 class Recorded:
-    """The calls that the broker's traces receive, beside their normal effect."""
+    """Records the calls of the broker's traces, and passes them on."""
 
     def __init__(self, world: World) -> None:
-        made = world.broker.traces
-        self.received: list[int] = []
-        self.settled: list[tuple[str, list[bool]]] = []
-        received, settled = made.received, made.settled
+        traces = world.broker.traces
+        self.received: list[int] = []  # the number of receipts of each call
+        self.settled: list[tuple[str, list[bool]]] = []  # the operation and the valid receipts of each call
+        received, settled = traces.received, traces.settled
 
         def note_received(group: str, rows: Any, receipts: Any) -> None:
             self.received.append(len(receipts))
@@ -41,7 +41,7 @@ class Recorded:
             self.settled.append((operation, list(valid)))
             settled(operation, receipts, valid, begin_ns)
 
-        made.received, made.settled = note_received, note_settled
+        traces.received, traces.settled = note_received, note_settled
 
 
 @pytest.mark.parametrize("save_ms", [0, 50])
@@ -60,7 +60,7 @@ def test_receives_and_acknowledgements_are_traced(save_ms: int) -> None:
         assert await consuming.acknowledge(first.receipts) == [False, False]
         assert await consuming.dead_letter(second.receipts[0])
         assert recorded.settled == [("ack", [True, True]), ("ack", [False, False]), ("dead_letter", [True])]
-        # Three receipts, two acknowledgements and a dead letter: what is not valid has no span.
+        # Three receives, two acknowledgements and a dead letter. An invalid receipt has no span.
         assert world.broker.traces.counts["recorded"] == 6
 
     run()

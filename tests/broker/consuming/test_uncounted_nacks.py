@@ -15,18 +15,19 @@ ASK = ReceiveRequest("g", "orders")
 
 async def attempts(world: World, nacks: int, *, counts: bool = False) -> list[int]:
     """Receive a message, and give it back for a second, again and again. Returns the attempts of each delivery."""
-    found = []
+    numbers = []
     for _ in range(nacks):
         received = await world.broker.consuming.receive(ASK, 0)
         if not received.receipts:
             break
-        found += [times + 1 for times in column(received.rows, "reconsume_times")]
+        numbers += [times + 1 for times in column(received.rows, "reconsume_times")]
         assert await world.broker.consuming.nack(received.receipts[0], SECOND_MS, "not yet", counts=counts)
         await world.advance(SECOND_MS)
-    return found
+    return numbers
 
 
 async def begin(world: World, **attributes: str) -> None:
+    """Send a message for a group with 3 attempts. `attributes` are the group's, with underscores in place of dots."""
     await world.broker.create_topic("orders", 1)
     names = {name.replace("_", "."): value for name, value in attributes.items()}
     world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=2, attributes=names))
@@ -61,11 +62,9 @@ async def test_a_limit_that_is_no_number_is_the_default(world: World) -> None:
 
 def test_the_number_of_nacks_without_an_attempt_is_a_property_of_the_message() -> None:
     text = encode_properties({"NACKS_UNCOUNTED": "3", "a": "b"})
-    assert redelivery_rows.count_uncounted_nacks(text) == 3 and redelivery_rows.uncounted_nack_property(
-        text
-    ) == {"NACKS_UNCOUNTED": "4"}
-    for invalid in (None, "", encode_properties({"NACKS_UNCOUNTED": "x"})):
-        assert redelivery_rows.count_uncounted_nacks(invalid) == 0
-    assert "NACKS_UNCOUNTED\x014\x02" in redelivery_rows.merge_properties(
-        text, redelivery_rows.uncounted_nack_property(text)
-    )
+    assert redelivery_rows.count_uncounted_nacks(text) == 3
+    next_property = redelivery_rows.uncounted_nack_property(text)
+    assert next_property == {"NACKS_UNCOUNTED": "4"}
+    assert "NACKS_UNCOUNTED\x014\x02" in redelivery_rows.merge_properties(text, next_property)
+    for without_number in (None, "", encode_properties({"NACKS_UNCOUNTED": "x"})):
+        assert redelivery_rows.count_uncounted_nacks(without_number) == 0

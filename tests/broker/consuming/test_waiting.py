@@ -26,11 +26,11 @@ class FakeQueues:
 
     def __init__(self) -> None:
         self.messages: Counter[str] = Counter()
-        self.unsearched: set[str] = set()
-        self.deleted: set[str] = set()
-        self.given_up = 0
+        self.unsearched: set[str] = set()  # topics with index entries that are not searched yet
+        self.deleted: set[str] = set()  # deleted topics
+        self.given_up = 0  # number of messages in selections that were given up
         self.selections = 0
-        self.queues = 1  # that each selection examines
+        self.queues = 1  # number of queues that each selection examines
         index = QueueIndexes(CrashFiles()).queue("t", 0)
         self._queue = QueueLeases("g", "t", 0, index, 0, 0, OpenCount())
         self.waiting = WaitingReceives(self._select, self._give_up)
@@ -52,20 +52,24 @@ class FakeQueues:
         self.given_up += len(selection.leased)
 
     def begin(self, group: str, topic: str = "t", wait_s: float = 60) -> asyncio.Task[Selection | None]:
+        """Let a consumer of a group wait for one message."""
         request, deadline_s = ReceiveRequest(group, topic, rows=1), asyncio.get_running_loop().time() + wait_s
         return asyncio.create_task(self.waiting.wait(request, {topic, f"%RETRY%{group}"}, deadline_s))
 
     def add(self, count: int, topic: str = "t") -> None:
+        """Add messages to a topic, as a commit does."""
         self.messages[topic] += count
         self.waiting.mark(topic)
 
     @property
     def is_empty(self) -> bool:
+        """True if no consumer waits, and nothing is left of earlier waits."""
         waiting = self.waiting
         return not (waiting.length or waiting._lines or waiting._by_topic or waiting._marked)
 
 
 async def turns(count: int = 8) -> None:
+    """Let the event loop run for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -128,7 +132,7 @@ def test_all_groups_of_a_topic_are_served_in_slices() -> None:
         await turns()
         fake.add(groups)
         served_before = [0]
-        while not all(each.done() for each in waiting):
+        while not all(consumer.done() for consumer in waiting):
             await asyncio.sleep(0)
             served_before.append(groups - fake.messages["t"])
         # Between two turns of another task, at most one slice was served.
@@ -170,8 +174,8 @@ def test_a_change_during_a_pass_is_not_missed() -> None:
         fake = FakeQueues()
         consumer = fake.begin("a")
         await turns()
-        fake.waiting.mark("t")  # nothing yet
-        fake.add(1)  # in the same turn
+        fake.waiting.mark("t")  # before there is a message
+        fake.add(1)  # before the pass begins, in the same turn
         assert await consumer is not None
         again = fake.begin("a")
         await turns()
@@ -202,12 +206,12 @@ def test_a_selection_whose_consumer_has_gone_is_given_up() -> None:
         fake = FakeQueues()
         waits, served = fake.begin("a"), fake.begin("b")
         await turns()
-        waits.cancel()  # before anything came
+        waits.cancel()  # before there is a message
         with pytest.raises(asyncio.CancelledError):
             await waits
         assert fake.given_up == 0
         fake.add(1)
-        await asyncio.sleep(0)  # the pass has served it, and its task has not run since
+        await asyncio.sleep(0)  # the pass has served the consumer, whose task has not run since
         assert not fake.messages["t"]
         served.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -224,9 +228,9 @@ def test_each_consumer_of_a_deleted_topic_gets_the_error() -> None:
         await turns()
         fake.deleted.add("t")
         fake.waiting.mark("t")
-        for each in waiting:
+        for consumer in waiting:
             with pytest.raises(NotFound):
-                await each
+                await consumer
         assert fake.is_empty
 
     asyncio.run(scene())
