@@ -22,13 +22,13 @@ class StateRows:
         self.appended: list[pa.RecordBatch] = []
 
     def opened(self, make: Callable[[MetaLog], T]) -> T:
-        """A table that knows all appended rows, and appends here."""
+        """Make a table, restore it from all appended rows, and let it append its changes here."""
         self.meta = meta = MetaLog()
-        made = make(meta)
+        table = make(meta)
         for rows in self.appended:
             meta.restore(pairs_of(rows))
         meta.open(self.appended.append, lambda: 0)
-        return made
+        return table
 
     @property
     def count(self) -> int:
@@ -38,10 +38,10 @@ class StateRows:
 
 def rows_of(broker: Broker, prefix: str) -> dict[str, Any]:
     """The durable values of the META rows with a prefix, by name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     reader = broker.log.reader
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.META]):
         for key, value in pairs_of(rows):
             if key.startswith(prefix):
-                found[key.removeprefix(prefix)] = json.loads(value)
-    return found
+                values[key.removeprefix(prefix)] = json.loads(value)
+    return values

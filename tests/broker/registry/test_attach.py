@@ -26,11 +26,12 @@ from timeball.model.errors import (
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 
-DURABLE = 100
-LIVE = "bucket=2026-11/live.parquet"
+DURABLE = 100  # the end of the durable log
+LIVE = "bucket=2026-11/live.parquet"  # a file of the table
 
 
 def entry(first_seq: int, rows: int, path: str = "bucket=2026-11/new.parquet") -> FileEntry:
+    """The entry of a file with the numbers first_seq, first_seq + 1, …"""
     return FileEntry(
         path=path, bucket="2026-11", rows=rows, size_bytes=9, min_due_ms=1, max_due_ms=2,
         min_seq=first_seq, max_seq=first_seq + rows - 1,
@@ -38,13 +39,15 @@ def entry(first_seq: int, rows: int, path: str = "bucket=2026-11/new.parquet") -
 
 
 def compact(from_seq: int, to_seq: int, **fields: Any) -> Attachment:
+    """The attach of a compaction of the rows [from_seq, to_seq), without files."""
     return attachment([], **{"job": "compact", "from_seq": from_seq, "to_seq": to_seq, **fields})
 
 
 def bulk(*ranges: tuple[int, int], files: list[FileEntry] | None = None, **fields: Any) -> Attachment:
-    own = [entry(*one, f"bucket=2026-11/{i}.parquet") for i, one in enumerate(ranges)]
-    entries = own if files is None else files
-    return attachment(entries, **{"job": "bulk", "ranges": list(ranges), **fields})
+    """A bulk attach of these ranges (first_seq, rows), by default with a file for each range."""
+    if files is None:
+        files = [entry(first, rows, f"bucket=2026-11/{i}.parquet") for i, (first, rows) in enumerate(ranges)]
+    return attachment(files, **{"job": "bulk", "ranges": list(ranges), **fields})
 
 
 def check(attach_state: AttachState, change: Attachment, now_ms: int = NOW_MS) -> None:
@@ -59,7 +62,7 @@ def attach_state() -> AttachState:
     return attach_state
 
 
-# ---- what fits ----------------------------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------------------
 
 
 def test_a_valid_attach_is_accepted(attach_state: AttachState) -> None:
@@ -99,8 +102,8 @@ def test_ranges_that_were_not_reserved_are_refused(
 @pytest.mark.parametrize(
     "files",
     [
-        [], [entry(50, 4)], [entry(50, 6)],  # fewer or more rows than set aside
-        [entry(49, 5)], [entry(51, 5)], [entry(60, 5)],  # elsewhere
+        [], [entry(50, 4)], [entry(50, 6)],  # fewer or more rows than reserved
+        [entry(49, 5)], [entry(51, 5)], [entry(60, 5)],  # other numbers
     ],
 )  # fmt: skip
 def test_files_with_other_numbers_than_the_reserved_ones_are_refused(
@@ -111,7 +114,7 @@ def test_files_with_other_numbers_than_the_reserved_ones_are_refused(
 
 
 def test_files_with_overlapping_numbers_are_refused() -> None:
-    """As many rows as were set aside, and all in range; but one number would stand for two scheduled messages."""
+    """The files have as many rows as were reserved, all in the range, but two messages would have the number 52."""
     attach_state = AttachState()
     attach_state.reserve(50, 6)
     doubled = [entry(50, 3), entry(52, 3, "bucket=2026-11/more.parquet")]
@@ -121,7 +124,7 @@ def test_files_with_overlapping_numbers_are_refused() -> None:
 
 
 def test_a_range_that_is_named_twice_is_refused(attach_state: AttachState) -> None:
-    """Or a row would be counted for two scheduled messages."""
+    """Otherwise a row would be counted for two scheduled messages."""
     with pytest.raises(OutOfRange, match="twice"):
         check(attach_state, bulk((50, 5), (50, 5)))
 
@@ -153,7 +156,7 @@ def test_only_live_files_can_be_removed(attach_state: AttachState) -> None:
         check(attach_state, attachment([], removes=["bucket=2026-11/gone.parquet"]))
 
 
-# ---- what has been ------------------------------------------------------------------------------------------
+# ---- earlier attaches ---------------------------------------------------------------------------------------
 
 
 def test_only_a_compact_moves_the_watermark(attach_state: AttachState) -> None:
@@ -174,23 +177,27 @@ def test_an_attach_uses_up_its_reserved_numbers(attach_state: AttachState) -> No
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from(["", "r"])
 )
-def test_a_repeated_attach_is_recognized_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
-    attach_state, last = AttachState(), {}
-    for job_id, epoch in seen:
+def test_a_repeated_attach_is_recognized_by_job_and_epoch(
+    attaches: list[tuple[str, int]], digest: str
+) -> None:
+    attach_state, last_epochs = AttachState(), dict[str, int]()
+    for job_id, epoch in attaches:
         change = attachment([], job_id=job_id, epoch=epoch, digest=digest)
-        if digest and epoch < last.get(job_id, -1):
-            with pytest.raises(RequestError, match=f"has come to epoch {last[job_id]}"):
+        last_epoch = last_epochs.get(job_id, -1)
+        if digest and epoch < last_epoch:
+            with pytest.raises(RequestError, match=f"has come to epoch {last_epoch}"):
                 attach_state.is_repeated(change)
             continue
-        assert attach_state.is_repeated(change) == (epoch <= last.get(job_id, -1))
+        assert attach_state.is_repeated(change) == (epoch <= last_epoch)
         if not attach_state.is_repeated(change):
             attach_state.apply(change, 1, NOW_MS)
-            last[job_id] = epoch
-    assert attach_state.epochs | {name: job.epoch for name, job in attach_state.jobs.items()} == last
+            last_epochs[job_id] = epoch
+    epochs = attach_state.epochs | {name: job.epoch for name, job in attach_state.jobs.items()}
+    assert epochs == last_epochs
 
 
 def test_an_attach_of_other_rows_under_a_remembered_job_is_refused() -> None:
-    """They are a different write. An earlier version dropped them without an error."""
+    """The other rows are a different write. An earlier version dropped them without an error."""
     attach_state = AttachState()
     first = attachment([], job_id="import", epoch=3, digest="30 rows 0a")
     attach_state.apply(first, 1, NOW_MS)
@@ -205,7 +212,7 @@ def test_an_attach_of_other_rows_under_a_remembered_job_is_refused() -> None:
 
 
 def test_a_compact_is_repeated_when_the_watermark_has_passed_it(attach_state: AttachState) -> None:
-    """Whoever moved it there, and whatever its number."""
+    """This holds for any job that moved the watermark, and for any epoch."""
     assert not attach_state.is_repeated(compact(10, 20, epoch=1))
     attach_state.apply(compact(10, 42, job_id="another", epoch=9), 1, NOW_MS)
     assert attach_state.is_repeated(compact(10, 20, epoch=1))
@@ -231,7 +238,7 @@ def test_at_the_limit_the_oldest_jobs_and_reservations_are_forgotten(monkeypatch
 def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not for others without a digest, however many, and for others with one not before it is old."""
+    """A job with a digest stays remembered beside any number of jobs without one, and for 7 days beside other jobs."""
     monkeypatch.setattr(limits, "JOBS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
     attach_state = AttachState()
@@ -247,7 +254,7 @@ def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
     assert all(attach_state.is_repeated(named(number)) for number in range(3))
     with pytest.raises(OverLimit, match=r"3 jobs have been named within 7 days: .*option epoch"):
         check(attach_state, named(3), NOW_MS + 1 + limits.JOB_KEPT_MS - 2)
-    check(attach_state, named(2, epoch=2))  # a known name needs no free entry
+    check(attach_state, named(2, epoch=2))  # a remembered job needs no free entry
     check(attach_state, attachment([], job_id="once"))
     check(attach_state, named(3), NOW_MS + limits.JOB_KEPT_MS)
     attach_state.apply(named(3), 1, NOW_MS + limits.JOB_KEPT_MS)
@@ -274,15 +281,14 @@ def test_files_that_agree_with_the_attach_are_accepted() -> None:
 
 def test_an_attach_that_contradicts_a_file_is_refused() -> None:
     files = CrashFiles()
-    [honest] = write(files, table_rows([NOW_MS + HOUR_MS] * 3))
+    [right_entry] = write(files, table_rows([NOW_MS + HOUR_MS] * 3))
     for name, text in {"rows": "rows 3", "max_due_ms": "max_due_ms", "min_seq": "min_seq 1"}.items():
-        claim = msgspec.structs.replace(honest, **{name: getattr(honest, name) + 1})
+        wrong_entry = msgspec.structs.replace(right_entry, **{name: getattr(right_entry, name) + 1})
         with pytest.raises(Corrupt, match=text):
-            check_files_of(files, attachment([claim]))
+            check_files_of(files, attachment([wrong_entry]))
+    missing_file = msgspec.structs.replace(right_entry, path="bucket=2026-11/none.parquet")
     with pytest.raises(NotFound):
-        check_files_of(
-            files, attachment([msgspec.structs.replace(honest, path="bucket=2026-11/none.parquet")])
-        )
+        check_files_of(files, attachment([missing_file]))
 
 
 def test_a_bulk_attach_beyond_the_maximum_delay_is_refused() -> None:

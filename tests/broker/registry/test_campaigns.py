@@ -27,10 +27,12 @@ def campaigns() -> Campaigns:
 
 
 def plan(campaigns: Campaigns, name: str = "spring", rows: int = 3, settled_before_ms: int = 0) -> None:
+    """Plan a campaign at 1,000 ms."""
     campaigns.plan(name, rows, 1_000, 5 + len(campaigns.all()), settled_before_ms)
 
 
 def attach_planned(campaigns: Campaigns) -> None:
+    """Attach the files of the planned campaign `spring`."""
     change = campaigns.attached(ATTACH, 2_000)
     assert change is not None
     change.keep()
@@ -48,7 +50,7 @@ def test_a_repeated_plan_changes_nothing_and_a_plan_without_rows_is_running_at_o
 
 
 def test_an_attach_makes_a_planned_campaign_running_when_its_row_is_kept(campaigns: Campaigns) -> None:
-    assert campaigns.attached(ATTACH, 2_000) is None  # not planned: no campaign
+    assert campaigns.attached(ATTACH, 2_000) is None, "there is no campaign of this id"
     plan(campaigns)
     assert campaigns.attached(msgspec.structs.replace(ATTACH, job="rewrite"), 2_000) is None
     change = campaigns.attached(ATTACH, 2_000)
@@ -64,7 +66,7 @@ def test_an_attach_makes_a_planned_campaign_running_when_its_row_is_kept(campaig
     assert [facts.is_finished(ms) for ms in (70, 71)] == [False, True]
 
 
-def test_only_an_attached_campaign_that_is_not_cancelled_can_be_paused(campaigns: Campaigns) -> None:
+def test_get_attached_finds_only_an_attached_campaign_that_is_not_cancelled(campaigns: Campaigns) -> None:
     with pytest.raises(NotFound, match="no campaign 'spring'"):
         campaigns.get_attached("spring")
     with pytest.raises(InvalidMessage, match="campaign 'a/b'"):
@@ -96,25 +98,24 @@ def test_at_the_limit_a_finished_campaign_is_deleted_and_without_one_a_plan_is_r
 def test_a_cancelled_campaign_is_deleted_only_when_none_of_its_messages_can_be_delivered(
     campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that gave way at once was attached afterwards by its job; one whose cancel was cut short lost its hold."""
+    """Without it, its job could still attach its files, or messages would lose the hold of an interrupted cancel."""
     monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 1)
 
-    def gives_way(**facts: Any) -> bool:
-        campaigns.put("spring", known(**facts))
+    def is_deleted(**facts: Any) -> bool:
+        """Plan another campaign beside a cancelled one with these facts, at the limit of one campaign."""
+        cancelled = CampaignFacts(
+            state="cancelled", since_ms=1_000, planned_ms=1_000, planned_seq=5, rows=3, **facts
+        )
+        campaigns.put("spring", cancelled)
         try:
             campaigns.plan("summer", 3, 2_000, 6, 0)
         except OverLimit:
             return False
         return list(campaigns.all()) == ["summer"]
 
-    def known(**facts: Any) -> CampaignFacts:
-        return CampaignFacts(
-            state="cancelled", since_ms=1_000, planned_ms=1_000, planned_seq=5, rows=3, **facts
-        )
-
-    assert not gives_way()
-    assert not gives_way(ranges=[(10, 3)], held_from_ms=50)
-    assert gives_way(ranges=[(10, 3)])
+    assert not is_deleted()
+    assert not is_deleted(ranges=[(10, 3)], held_from_ms=50)
+    assert is_deleted(ranges=[(10, 3)])
 
 
 def test_a_cancelled_plan_is_deleted_only_after_the_longest_job(
@@ -129,13 +130,13 @@ def test_a_cancelled_plan_is_deleted_only_after_the_longest_job(
     assert list(campaigns.all()) == ["summer"]
 
 
-@pytest.mark.parametrize("good", ["a", "spring-2027", "A.b_c", "x" * 100])
-def test_a_valid_id_is_accepted(campaigns: Campaigns, good: str) -> None:
-    plan(campaigns, good)
-    assert campaigns.get(good).state == "planned"
+@pytest.mark.parametrize("name", ["a", "spring-2027", "A.b_c", "x" * 100])
+def test_a_valid_id_is_accepted(campaigns: Campaigns, name: str) -> None:
+    plan(campaigns, name)
+    assert campaigns.get(name).state == "planned"
 
 
-@pytest.mark.parametrize("bad", ["", "a/b", ".hidden", "_x", "a b", "ü", "x" * 101, "spark-compact", "a\n"])
-def test_an_invalid_id_is_refused(campaigns: Campaigns, bad: str) -> None:
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "_x", "a b", "ü", "x" * 101, "spark-compact", "a\n"])
+def test_an_invalid_id_is_refused(campaigns: Campaigns, name: str) -> None:
     with pytest.raises(InvalidMessage, match="campaign"):
-        plan(campaigns, bad)
+        plan(campaigns, name)

@@ -22,46 +22,48 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit
 
 
-def registry() -> ResolvedDeadLetters:
+def new_table() -> ResolvedDeadLetters:
+    """An empty table, whose rows are not stored."""
     log = MetaLog()
-    found = ResolvedDeadLetters(log)
+    table = ResolvedDeadLetters(log)
     log.open(lambda _: None, lambda: 0)
-    return found
+    return table
 
 
 @given(st.lists(st.sets(st.integers(0, 30), max_size=6), max_size=6), st.integers(0, 30), st.integers(0, 31))
 def test_open_spans_are_the_positions_that_are_not_resolved(
     steps: list[set[int]], begin: int, end: int
 ) -> None:
-    kept, done = registry(), set[int]()
+    table, resolved = new_table(), set[int]()
     for step in steps:
-        kept.changed("g", [(2, offset) for offset in step], {}).keep()
-        done |= step
-    left = [at for low, high in kept.open_spans("g", 2, begin, end) for at in range(low, high)]
-    assert left == [at for at in range(begin, end) if at not in done]
-    assert kept.spans("g", 2) == join_spans((at, at + 1) for at in done)
-    assert kept.spans("g", 0) == kept.spans("other", 2) == []
+        table.changed("g", [(2, offset) for offset in step], {}).keep()
+        resolved |= step
+    open_offsets = [at for low, high in table.open_spans("g", 2, begin, end) for at in range(low, high)]
+    assert open_offsets == [offset for offset in range(begin, end) if offset not in resolved]
+    assert table.spans("g", 2) == join_spans((offset, offset + 1) for offset in resolved)
+    assert table.spans("g", 0) == table.spans("other", 2) == []
 
 
 def test_resolved_positions_that_the_log_no_longer_contains_are_forgotten() -> None:
-    kept = registry()
-    kept.changed("g", [(0, 1), (0, 5)], {}).keep()
-    kept.changed("g", [(0, 9)], {0: 4}).keep()
-    assert kept.spans("g", 0) == [(5, 6), (9, 10)]
-    kept.forget("g")
-    assert kept.spans("g", 0) == []
+    table = new_table()
+    table.changed("g", [(0, 1), (0, 5)], {}).keep()
+    table.changed("g", [(0, 9)], {0: 4}).keep()  # the log contains queue 0 from offset 4 on
+    assert table.spans("g", 0) == [(5, 6), (9, 10)]
+    table.forget("g")
+    assert table.spans("g", 0) == []
 
 
 def test_more_resolved_spans_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DEAD_LETTER_SPANS_MAX", 2)
     with pytest.raises(OverLimit, match="oldest"):
-        registry().changed("g", [(0, 1), (0, 3), (0, 5)], {})
+        new_table().changed("g", [(0, 1), (0, 3), (0, 5)], {})
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30), max_size=6))
 def test_repeated_rows_are_found_until_they_are_dropped(positions: set[int], dropped: set[int]) -> None:
     rows = StateRows()
     repeated = rows.opened(RepeatedDeadLetters)
+    # The dead letter at offset n is repeated by row 100 + n, and has 10 bytes.
     runs = [Run(begin, 100 + begin, end - begin, 10 * (end - begin), begin) for begin, end in
             join_spans((at, at + 1) for at in positions)]  # fmt: skip
     repeated.changed({"g": []}, [("g", 2, run) for run in reversed(runs)]).keep()
@@ -69,9 +71,9 @@ def test_repeated_rows_are_found_until_they_are_dropped(positions: set[int], dro
     rows.appended.append(change.rows)
     change.keep()
     for table in (repeated, rows.opened(RepeatedDeadLetters)):
-        left = {at: table.find_seq("g", 2, at) for at in range(32)}
-        assert {at: seq for at, seq in left.items() if seq is not None} == {
-            at: 100 + at for at in positions - dropped
+        seqs = {offset: table.find_seq("g", 2, offset) for offset in range(32)}
+        assert {offset: seq for offset, seq in seqs.items() if seq is not None} == {
+            offset: 100 + offset for offset in positions - dropped
         }
         assert table.size_bytes == 10 * len(positions - dropped)
         assert [run.died_ms for _, _, run in table.by_age()] == sorted(

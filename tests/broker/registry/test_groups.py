@@ -42,6 +42,7 @@ def new_groups() -> Groups:
     return StateRows().opened(Groups)
 
 
+# A configuration updates its group, a name ensures the group, a tuple of a name removes it.
 @given(st.lists(st.one_of(CONFIGS, NAMES, NAMES.map(lambda name: (name,))), max_size=12))
 def test_the_last_configuration_of_each_group_counts_also_after_a_restart(
     steps: list[SubscriptionGroup | str | tuple[str]],
@@ -58,7 +59,7 @@ def test_the_last_configuration_of_each_group_counts_also_after_a_restart(
             model.pop(step[0], None)
             groups.remove(step[0])
     for read in (groups, log.opened(Groups)):
-        assert {g.group_name: g for g in read.all()} == model
+        assert {group.group_name: group for group in read.all()} == model
         for name in ("a", "b", "x-1_|%"):
             assert read.find_group(name) == model.get(name)
 
@@ -91,7 +92,7 @@ def test_the_json_form_of_a_new_group_equals_rocketmqs() -> None:
     }  # fmt: skip
 
 
-def test_a_retry_policy_is_encoded_as_it_was_received() -> None:
+def test_a_retry_policy_is_restored_as_it_was_received() -> None:
     log = StateRows()
     groups = log.opened(Groups)
     policy = RetryPolicy("EXPONENTIAL", exponential_retry_policy=ExponentialRetry(1, 2, 3))
@@ -249,9 +250,9 @@ def test_request_modes_with_invalid_names_or_beyond_the_limit_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modes = StateRows().opened(RequestModes)
-    for wrong in (RequestMode("", "g"), RequestMode("t", "../g")):
+    for invalid_mode in (RequestMode("", "g"), RequestMode("t", "../g")):
         with pytest.raises(InvalidMessage):
-            modes.set(wrong)
+            modes.set(invalid_mode)
     monkeypatch.setattr(limits, "GROUPS_MAX", 1)
     modes.set(MODE)
     modes.set(RequestMode("t", "g", "PULL"))

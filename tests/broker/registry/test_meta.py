@@ -28,18 +28,16 @@ def test_the_last_value_of_a_key_counts_before_and_after_a_restart(
     frames: list[list[tuple[str, int | None]]],
 ) -> None:
     log, model = StateRows(), {}
-    kept = log.opened(table)
+    numbers = log.opened(table)
     for changes in frames:
-        kept.put(changes)
+        numbers.put(changes)
         model.update(changes)
     model = {name: value for name, value in model.items() if value is not None}
-    again = log.opened(table)
-    assert kept.values == again.values == model
-    assert log.count == sum(bool(changes) for changes in frames), (
-        "one frame for each change, none for nothing"
-    )
-    assert {key: int(bytes(value)) for key, value in again._log.values.items()} == {
-        f"number/{n}": v for n, v in model.items()
+    restored = log.opened(table)
+    assert numbers.values == restored.values == model
+    assert log.count == sum(bool(changes) for changes in frames), "a put without changes appends no frame"
+    assert {key: int(bytes(value)) for key, value in restored._log.values.items()} == {
+        f"number/{name}": value for name, value in model.items()
     }
 
 
@@ -94,7 +92,7 @@ async def test_the_row_of_a_new_topic_precedes_its_first_message_in_the_same_com
     assert (rows[0]["unique_key"], accepted.first_seq) == ("topic/orders", 2)
     await world.broker.send(batch(2))
     assert rows_of(world.broker, "topic/").keys() == {"orders"}
-    assert writer.next_seq == 6, "once"
+    assert writer.next_seq == 6, "the topic's row is written once"
 
 
 def test_a_change_has_the_same_rows_as_values_and_as_columns() -> None:

@@ -11,7 +11,7 @@ from timeball.broker.registry.groups import PARKED, Offsets, Unit
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 
-ENDS = {0: 10, 1: 0, 7: 3}
+ENDS = {0: 10, 1: 0, 7: 3}  # the end offset of each queue
 NAMES = st.sampled_from(["a", "b", "%RETRY%g", "x-1_|"])
 COMMITS = st.lists(
     st.tuples(NAMES, NAMES, st.dictionaries(st.sampled_from([0, 7]), st.integers(0, 3), max_size=2)),
@@ -117,6 +117,7 @@ def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def keys(log: StateRows) -> list[list[str]]:
+    """The keys of the rows of each frame."""
     return [rows.column("unique_key").to_pylist() for rows in log.appended]
 
 
@@ -155,7 +156,7 @@ def test_an_append_that_is_refused_leaves_all_changes_for_the_next_save() -> Non
 
 
 def test_offsets_changed_by_advance_are_not_moved() -> None:
-    """The leases of a moved unit end, so an offset that follows from leases must not be among them."""
+    """The leases of a moved unit end, so a unit whose offset follows from its leases must not count as moved."""
     log = StateRows()
     offsets = log.opened(Offsets)
     offsets.commit("g", "t", {0: 1, 7: 1}, ENDS)

@@ -25,13 +25,13 @@ def subscription(**fields: Any) -> PushSubscription:
 
 def test_a_subscription_and_its_secret_survive_a_restart() -> None:
     log = StateRows()
-    made = log.opened(PushSubscriptions).put("a", subscription(rate_per_s=2.5), now_ms=0)
-    assert made is not None and len(made) == SECRET_BYTES
-    again = log.opened(PushSubscriptions)
-    assert again.all() == {"a": subscription(rate_per_s=2.5)}
-    assert again.secrets("a", 0) == [made]
-    assert again.put("a", subscription(in_flight_max=3), now_ms=0) is None
-    assert log.opened(PushSubscriptions).secrets("a", 0) == [made]
+    secret = log.opened(PushSubscriptions).put("a", subscription(rate_per_s=2.5), now_ms=0)
+    assert secret is not None and len(secret) == SECRET_BYTES
+    restored = log.opened(PushSubscriptions)
+    assert restored.all() == {"a": subscription(rate_per_s=2.5)}
+    assert restored.secrets("a", 0) == [secret]
+    assert restored.put("a", subscription(in_flight_max=3), now_ms=0) is None, "it keeps its secret"
+    assert log.opened(PushSubscriptions).secrets("a", 0) == [secret]
 
 
 def test_an_unchanged_subscription_appends_no_row() -> None:

@@ -19,7 +19,10 @@ FAR_MS = 300 * SECOND_MS
 
 
 async def fill_queues(world: World) -> None:
-    """Messages in three topics and a delay level: two sealed ranges and an open one that a start takes up again."""
+    """Send messages to two topics and three delay levels. The index gets two sealed files and an open part.
+
+    Then stop the broker.
+    """
     for n in range(3):
         await world.send("a", [None] * 5)
         await world.send("b", [None, SECOND_MS, None, HOUR_MS, None])
@@ -37,46 +40,52 @@ async def read_after_start(world: World, files: CrashFiles) -> Read:
     """Start on these files and read every queue, then again when all levels are due."""
     after_cut = World(files, replace(world.clock))
     await after_cut.start()
-    found = await read_all(after_cut)
+    read = await read_all(after_cut)
     await after_cut.advance(FAR_MS)
     await after_cut.settled()
-    found |= {(f"{topic} later", queue): rows for (topic, queue), rows in (await read_all(after_cut)).items()}
+    read |= {(f"{topic} later", queue): rows for (topic, queue), rows in (await read_all(after_cut)).items()}
     assert after_cut.failure is None
     await after_cut.stop()
     await after_cut.abandon()
-    return found
+    return read
 
 
-async def read_all(after_cut: World) -> Read:
-    found: Read = {}
-    for topic in after_cut.broker.topics():
-        for queue, (low, high) in after_cut.broker.queues(topic).items():
-            rows = await after_cut.broker.read_queue(topic, queue, low, high - low + 1)
+async def read_all(world: World) -> Read:
+    """Read all queues of all topics."""
+    read: Read = {}
+    for topic in world.broker.topics():
+        for queue, (low, high) in world.broker.queues(topic).items():
+            rows = await world.broker.read_queue(topic, queue, low, high - low + 1)
             assert set(rows["topic"].to_pylist()) <= {topic} and set(rows["queue_id"].to_pylist()) <= {queue}
-            found[topic, queue] = list(
+            read[topic, queue] = list(
                 zip(rows["queue_offset"].to_pylist(), rows["unique_key"].to_pylist(), strict=True)
             )
-    return found
+    return read
 
 
 def names_below(files: CrashFiles, folder: str) -> list[str]:
-    inside = files.list_dir(folder)
-    if not inside:
+    """The names of all files below a folder."""
+    entries = files.list_dir(folder)
+    if not entries:
         return [folder]
-    return [name for each in inside for name in names_below(files, f"{folder}/{each}")]
+    return [name for entry in entries for name in names_below(files, f"{folder}/{entry}")]
 
 
 def damages(files: CrashFiles) -> list[tuple[str, int | None]]:
-    """Each file removed, cut in half, or with a flipped bit here and there: (name, position or kind of damage)."""
-    found: list[tuple[str, int | None]] = []
+    """Damages of each file of the index: (name, None) to remove it, (name, -1) to cut it in half.
+
+    (name, position) flips a bit of the byte at this position.
+    """
+    all_damages: list[tuple[str, int | None]] = []
     for name in names_below(files, "queues"):
         size = files.size(name)
         flips = np.linspace(0, size - 1, 12).astype(int).tolist()
-        found += [(name, None), (name, -1), *((name, at) for at in flips)]
-    return found
+        all_damages += [(name, None), (name, -1), *((name, at) for at in flips)]
+    return all_damages
 
 
 def copy_of_files(world: World) -> CrashFiles:
+    """A copy of all files as they are now."""
     return world.files.crash(survival="everything")
 
 
@@ -125,7 +134,7 @@ async def test_a_bit_that_flips_in_a_running_broker_is_repaired_by_the_read_that
 
 @on_node()
 async def test_an_index_of_another_log_is_not_believed(world: World) -> None:
-    """The control: files that are whole and say something else. The checkpoint knows how long the queues are."""
+    """The control: whole files with other entries. The checkpoint contains the lengths of the queues."""
     await fill_queues(world)
     expected = await read_after_start(world, copy_of_files(world))
     other = World(CrashFiles(), replace(world.clock))
@@ -142,7 +151,7 @@ async def test_an_index_of_another_log_is_not_believed(world: World) -> None:
 
 @on_node()
 async def test_an_index_whose_entries_name_other_rows_is_rebuilt(world: World) -> None:
-    """As long as the checkpoint says, and each file whole: only the rows themselves tell."""
+    """The files are whole, and have the lengths of the checkpoint. Only a comparison with the rows shows the fault."""
     await world.send("a", [None] * 6)
     await world.stop()
     expected = await read_after_start(world, copy_of_files(world))
@@ -164,10 +173,14 @@ async def test_rebuilt_entries_equal_the_written_ones(world: World) -> None:
     await world.send("m", [None] * 6)
     await world.send_levels("m", [1, 2])
     indexes, reader = world.broker.tables.topics.indexes, world.broker.log.reader
-    written = {(p.topic, p.queue_id): p.entries.tolist() for p in indexes.flush(reader.next_seq).parts}
-    built = rebuild_entries(reader, 1, reader.next_seq, lambda name: name == "m")
-    assert {(p.topic, p.queue_id): p.entries.tolist() for p in built} == written
-    tags = {tag for p in built if p.topic == "m" for _, _, tag in p.entries.tolist()}
-    assert len(tags) == 2, "with a tag and without"
+    written_parts = indexes.flush(reader.next_seq).parts
+    built_parts = rebuild_entries(reader, 1, reader.next_seq, lambda name: name == "m")
+    written, built = (
+        {(part.topic, part.queue_id): part.entries.tolist() for part in parts}
+        for parts in (written_parts, built_parts)
+    )
+    assert built == written
+    tags = {tag for part in built_parts if part.topic == "m" for _, _, tag in part.entries.tolist()}
+    assert len(tags) == 2, "messages with a tag and without"
     kinds = [kind for rows in reader.rows(1, reader.next_seq) for kind in rows["kind"].to_pylist()]
-    assert kinds.count(Kind.SCHEDULED) == 2 and sum(len(p.entries) for p in built) == 8
+    assert kinds.count(Kind.SCHEDULED) == 2 and sum(len(part.entries) for part in built_parts) == 8

@@ -16,6 +16,7 @@ ROW = st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.sampled_from([Non
 
 
 def three_topics() -> Topics:
+    """Topics of which one has fewer queues for writers, one has masks of tags, and one has no queue for writers."""
     topics = new_topics()
     topics.configure("a", TopicConfig(4, 2))
     topics.configure("b", TopicConfig(3, 3), filter_type="MULTI_TAG")
@@ -24,6 +25,7 @@ def three_topics() -> Topics:
 
 
 def state_of(topics: Topics) -> list[object]:
+    """All that a placement of rows may change."""
     return [
         (topic.name, at, topic.turn, queue.next_offset, queue.index.read(0, 1_000).tolist())
         for topic in topics.all()

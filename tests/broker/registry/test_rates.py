@@ -16,12 +16,13 @@ NUMS = Stat.TOPIC_PUT_NUMS
 
 
 def sample_each_second(rates: Rates, begin_ms: int, end_ms: int) -> None:
-    """Let time pass, with a look at the counters each second."""
+    """Let time pass, and sample the counters each second."""
     for now_ms in range(begin_ms, end_ms + 1, SECOND_MS):
         rates.sample(now_ms)
 
 
 def started_rates() -> Rates:
+    """Counters whose windows begin at 0 ms."""
     rates = Rates()
     rates.sample(0)
     return rates
@@ -44,10 +45,9 @@ def test_each_window_excludes_additions_that_are_older_than_it() -> None:
 
     def sums(now_ms: int) -> list[int]:
         rates.sample(now_ms)
-        found = [
-            rates.rate(Stat.GROUP_GET_NUMS, "t@g", w, now_ms) for w in (rates.minute, rates.hour, rates.day)
-        ]
-        return [rate.sum for rate in found if rate is not None]
+        windows = (rates.minute, rates.hour, rates.day)
+        window_rates = [rates.rate(Stat.GROUP_GET_NUMS, "t@g", window, now_ms) for window in windows]
+        return [rate.sum for rate in window_rates if rate is not None]
 
     sample_each_second(rates, 1_000, MINUTE_MS)
     assert sums(MINUTE_MS) == [60, 60, 60]
@@ -73,17 +73,19 @@ def test_a_counter_that_begins_within_a_window_counts_from_zero() -> None:
 def test_the_rate_of_the_minute_counts_additions_since_its_oldest_state(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    rates, now_ms, came, states = started_rates(), 0, dict.fromkeys("abc", 0), [(0, dict.fromkeys("abc", 0))]
+    rates, now_ms, totals = started_rates(), 0, dict.fromkeys("abc", 0)
+    states = [(0, dict.fromkeys("abc", 0))]  # the window's states: (time, totals), the oldest one first
     for topic, count, pause_ms in steps:
         rates.put(topic, count, 1)
-        came[topic] += count
+        totals[topic] += count
         now_ms += pause_ms
         rates.sample(now_ms)
         if now_ms - states[-1][0] >= 10 * SECOND_MS:
-            states = [*states, (now_ms, dict(came))][-7:]
-        for name, total in came.items():
-            found = rates.rate(NUMS, name, rates.minute, now_ms)
-            assert (found.sum if found else 0) == total - states[0][1][name]
+            states = [*states, (now_ms, dict(totals))][-7:]
+        _, oldest_totals = states[0]
+        for name, total in totals.items():
+            rate = rates.rate(NUMS, name, rates.minute, now_ms)
+            assert (rate.sum if rate else 0) == total - oldest_totals[name]
 
 
 # ---- the bound ------------------------------------------------------------------------------------------------
@@ -109,8 +111,10 @@ def test_at_the_limit_a_new_counter_is_not_counted_until_idle_ones_are_removed(
         rates.add(NUMS, name, 5)
     assert (rates.total(NUMS, "a"), len(rates)) == (131, 3)
     for window in (rates.minute, rates.hour, rates.day):
-        found = rates.rate(NUMS, "f", window, now_ms)
-        assert found is not None and found.sum == 5, "nothing is left of what had this place before"
+        rate = rates.rate(NUMS, "f", window, now_ms)
+        assert rate is not None and rate.sum == 5, (
+            "nothing is left of the counter that had this position before"
+        )
 
 
 def test_at_the_limit_idle_counters_are_searched_once_and_not_for_each_new_name(
@@ -143,7 +147,7 @@ def test_counters_keep_their_values_after_others_are_removed(
     assert rates.rate(Stat.GROUP_GET_SIZE, "t@a", rates.minute, 0) == Rate(300, 0.0, 100.0)
     rates.got("t", "b", 1, 10)
     rates.got("t", "c", 1, 10)
-    assert got("c") == (1, 0, 8), "one of its counters finds no room"
+    assert got("c") == (1, 0, 8), "the seventh counter is over the limit"
     for minute in range(130):
         rates.sample(minute * MINUTE_MS)
         rates.got("t", "a", 1, 50)
@@ -158,12 +162,12 @@ def test_shares_yield_all_items_in_order_with_at_most_one_share_per_turn(count: 
     turns = LoopTurns()
 
     async def walk() -> list[int]:
-        found = []
-        async for some in shares(range(count), 64):
-            for each in some:
+        items = []
+        async for share in shares(range(count), 64):
+            for item in share:
                 turns.count()
-                found.append(each)
-        return found
+                items.append(item)
+        return items
 
     assert run(turns.most(walk())) == (list(range(count)), min(count, 64))
 
@@ -172,10 +176,10 @@ def test_items_added_during_the_loop_are_not_included() -> None:
     table = dict.fromkeys(range(5))
 
     async def walk() -> list[int]:
-        found = []
-        async for some in shares(table, 2):
+        items = []
+        async for share in shares(table, 2):
             table[max(table) + 1] = None
-            found += some
-        return found
+            items += share
+        return items
 
     assert run(walk()) == [0, 1, 2, 3, 4]

@@ -29,16 +29,17 @@ STEPS = st.lists(
 )
 
 
-def numbers(found: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.array(found, dtype=np.int64)
+def numbers(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """An array of numbers of messages."""
+    return np.array(values, dtype=np.int64)
 
 
 @given(STEPS)
 def test_counts_of_redeliveries_equal_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
     waiting, model, next_number = Redeliveries(), dict[int, tuple[str, str]](), 1
-    for name, *what in steps:
+    for name, *arguments in steps:
         if name == "add":
-            keys, gap = what
+            keys, gap = arguments
             first = next_number + gap
             next_number = first + len(keys)
             waiting.add(keys, numbers(list(range(first, next_number))))
@@ -47,13 +48,13 @@ def test_counts_of_redeliveries_equal_those_of_a_model(steps: list[tuple[object,
             facts, waiting = waiting.facts(), Redeliveries()
             waiting.restore(facts)
         else:
-            (named,) = what
-            waiting.end(numbers(named))
-            for number in named:
+            (ended,) = arguments
+            waiting.end(numbers(ended))
+            for number in ended:
                 model.pop(number, None)
-        of = list(model.values())
-        assert waiting.counts() == {key: of.count(key) for key in of}
-        assert [waiting.count(key) for key in KEYS] == [of.count(key) for key in KEYS]
+        model_keys = list(model.values())
+        assert waiting.counts() == {key: model_keys.count(key) for key in model_keys}
+        assert [waiting.count(key) for key in KEYS] == [model_keys.count(key) for key in KEYS]
         assert waiting.waiting_rows == len(model)
         assert [n for n in range(1, next_number + 1) if waiting.is_waiting(n)] == sorted(model)
 
@@ -84,6 +85,7 @@ def test_consecutive_numbers_of_a_key_are_one_range() -> None:
 
 
 def scheduled_rows(texts: list[str | None], topics: list[str]) -> pa.RecordBatch:
+    """Scheduled messages with these properties and topics, as rows of the log."""
     rows = build_rows(
         len(texts), kind=int(Kind.SCHEDULED), topic=topics, properties=pa.array(texts, pa.string()),
         due_ms=np.arange(len(texts)), source_seq=np.arange(len(texts)),
@@ -92,10 +94,11 @@ def scheduled_rows(texts: list[str | None], topics: list[str]) -> pa.RecordBatch
 
 
 def test_a_scheduled_message_names_its_group_and_topic() -> None:
-    own = encode_properties({"a": "ORIGIN_GROUP", **copy_properties("g", "orders", 1)})
-    other = encode_properties({**copy_properties("g", "first", 1), "z": "1"})
+    of_orders = encode_properties({"a": "ORIGIN_GROUP", **copy_properties("g", "orders", 1)})
+    of_first = encode_properties({**copy_properties("g", "first", 1), "z": "1"})
+    # The name of a retry topic decides, before the properties.
     rows = scheduled_rows(
-        [own, own, other, "", None],
+        [of_orders, of_orders, of_first, "", None],
         ["%RETRY%g_orders", "%DLQ%g", "%RETRY%g_a_b", "%RETRY%g_orders", "%RETRY%g_orders"],
     )
     assert keys_of(rows) == [("g", "orders"), ("g", "orders"), ("g", "a_b"), None, None]
@@ -111,6 +114,7 @@ def test_replayed_rows_of_the_log_change_the_counts() -> None:
             1, kind=int(kind), topic="%RETRY%g_orders", due_ms=due_ms, source_seq=source_seq, properties=properties
         )  # fmt: skip
 
+    # These rows have the numbers from 10 on: 10 to 13 are redeliveries, and 14 and 15 are not.
     rows = [
         row(Kind.SCHEDULED, 1, text), row(Kind.SCHEDULED, 2, text), row(Kind.SCHEDULED, 3, text),
         row(Kind.SCHEDULED, 4, text), row(Kind.SCHEDULED, 5, ""), row(Kind.SCHEDULED, None, text),
@@ -125,9 +129,10 @@ def test_replayed_rows_of_the_log_change_the_counts() -> None:
 
 
 def counts_of_world(world: World) -> dict[tuple[str, str], int]:
-    found: Redeliveries = world.broker.redeliveries
-    assert found.waiting_rows == sum(found.counts().values())
-    return found.counts()
+    """The broker's counts by group and topic."""
+    waiting: Redeliveries = world.broker.redeliveries
+    assert waiting.waiting_rows == sum(waiting.counts().values())
+    return waiting.counts()
 
 
 @on_node()
@@ -157,6 +162,8 @@ async def test_a_message_given_back_with_a_delay_waits_until_its_release_also_ac
 
 
 def crash_of(world: World) -> Callable[[], Awaitable[None]]:
+    """Build the step that kills the broker and starts it with the synced files."""
+
     async def crash() -> None:
         await world.abandon()
         world.files = world.files.crash(survival="nothing")

@@ -32,22 +32,25 @@ STEPS = st.lists(
 
 
 def slot_of(columns: ScheduleColumns, name: str) -> int:
+    """The slot of an existing schedule."""
     slot = columns.names.find(name)
     assert slot is not None
     return slot
 
 
 def rows_of(columns: ScheduleColumns) -> dict[str, Row]:
-    found: dict[str, Row] = {}
+    """All schedules by name, in the order of the names."""
+    rows: dict[str, Row] = {}
     for slot in columns.names.after(""):
         text, plan = columns.record(slot)
         name, _, template = text.partition(b"\0")
         [progress] = columns.progress(np.array([slot]))
-        found[name.decode()] = template, plan, progress, columns.rest.get(slot, b"")
-    return found
+        rows[name.decode()] = template, plan, progress, columns.rest.get(slot, b"")
+    return rows
 
 
 def copied(columns: ScheduleColumns) -> ScheduleColumns:
+    """The columns after a restart from a snapshot."""
     copy = ScheduleColumns()
     for part in columns.copied()():
         copy.add_part(part)
@@ -55,6 +58,7 @@ def copied(columns: ScheduleColumns) -> ScheduleColumns:
 
 
 def row(number: int, *, is_active: bool) -> tuple[int, ...]:
+    """The progress of an active or paused schedule (as from `progress`), with different values for each number."""
     values = [0 if is_active else 1, *(number * 10 + at for at in range(len(INT_COLUMNS)))]
     values[NUMBER] = number if is_active else 0
     return tuple(values)
@@ -65,7 +69,7 @@ def row(number: int, *, is_active: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize("few", [0, 16])
 def test_schedule_columns_equal_a_dictionary(few: int, steps: list[tuple[Any, ...]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # Small bounds, so that sweeps and the paths for many take place.
+        # Small limits, so that there are sweeps, several parts, and changes by whole columns.
         patch.setattr(schedule_columns, "_SPARE_MIN", 2)
         patch.setattr(schedule_columns, "_FEW", few)
         patch.setattr(schedule_columns, "PART_ROWS", 2)
@@ -73,6 +77,7 @@ def test_schedule_columns_equal_a_dictionary(few: int, steps: list[tuple[Any, ..
 
 
 def compare_with_dictionary(steps: list[tuple[Any, ...]]) -> None:
+    """Apply the steps to columns and to a dictionary (`wanted`), and compare both and a copy of the columns."""
     columns, wanted, last_number = ScheduleColumns(), dict[str, Row](), 0
     for step in steps:
         match step:
@@ -82,32 +87,36 @@ def compare_with_dictionary(steps: list[tuple[Any, ...]]) -> None:
                 wanted[name] = template, plan, before[2], before[3]
                 columns.set_progress([slot], [before[2]], [before[3]])
             case ("move", names, is_active, rest):
-                known = [name for name in names if name in wanted]
-                rows = [row(last_number + at + 1, is_active=is_active) for at in range(len(known))]
-                last_number += len(known)
-                columns.set_progress([slot_of(columns, name) for name in known], rows, [rest] * len(known))
-                for name, values in zip(known, rows, strict=True):
+                names = [name for name in names if name in wanted]
+                rows = [row(last_number + at + 1, is_active=is_active) for at in range(len(names))]
+                last_number += len(names)
+                columns.set_progress([slot_of(columns, name) for name in names], rows, [rest] * len(names))
+                for name, values in zip(names, rows, strict=True):
                     wanted[name] = (*wanted[name][:2], values, rest)
             case ("remove", name):
                 columns.remove(name)
                 wanted.pop(name, None)
             case ("use",):
-                assert list(columns.numbers) == sorted(columns.numbers)
+                assert list(columns.numbers) == sorted(columns.numbers)  # the first use ends the recovery
             case ("copy",):
                 columns = copied(columns)
-    for each in (columns, copied(columns)):
-        assert rows_of(each) == wanted and list(rows_of(each)) == sorted(wanted)
-        assert len(each.names) == len(wanted)
-        numbers = {values[2][NUMBER]: name for name, values in wanted.items() if values[2][NUMBER]}
-        assert list(each.numbers) == sorted(numbers) and len(each.numbers) == len(numbers)
-        asked = np.arange(last_number + 2)
-        found = [each.name(slot) if slot >= 0 else None for slot in each.numbers.slots(asked).tolist()]
-        assert found == [numbers.get(number) for number in asked.tolist()]
-        assert [each.numbers.slot(number) is None for number in asked.tolist()] == [
-            not name for name in found
+    name_by_number = {
+        progress[NUMBER]: name for name, (_, _, progress, _) in wanted.items() if progress[NUMBER]
+    }
+    for compared in (columns, copied(columns)):
+        assert rows_of(compared) == wanted and list(rows_of(compared)) == sorted(wanted)
+        assert len(compared.names) == len(wanted)
+        numbers = compared.numbers
+        assert list(numbers) == sorted(name_by_number) and len(numbers) == len(name_by_number)
+        all_numbers = np.arange(last_number + 2)  # also numbers without a schedule
+        slots = numbers.slots(all_numbers).tolist()
+        names = [compared.name(slot) if slot >= 0 else None for slot in slots]
+        assert names == [name_by_number.get(number) for number in all_numbers.tolist()]
+        assert [numbers.slot(number) is None for number in all_numbers.tolist()] == [
+            name is None for name in names
         ]
-        assert each.numbers.has_any(asked.tolist()) == bool(numbers)
-        assert each.size_bytes == columns.size_bytes
+        assert numbers.has_any(all_numbers.tolist()) == bool(name_by_number)
+        assert compared.size_bytes == columns.size_bytes
     assert ScheduleColumns().numbers.slots(np.array([1])).tolist() == [-1]
 
 
@@ -121,7 +130,7 @@ def test_unused_texts_and_plans_are_removed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_few_large_unused_texts_are_removed() -> None:
-    """The bytes of replaced texts and plans are bounded, too: a part of all has offsets of 32 bits."""
+    """The bytes of replaced texts and plans are limited, because the offsets of texts have 32 bits."""
     columns = ScheduleColumns()
     for number in range(400):
         columns.put("one", b"%d" % number * 20_000, b"plan %d" % number * 4_000)
@@ -147,7 +156,7 @@ def test_a_copy_does_not_change_with_the_schedules() -> None:
     copy = ScheduleColumns()
     for part in parts():
         copy.add_part(part)
-    assert {name: each[0] for name, each in rows_of(copy).items()} == {"a": b"before"}
+    assert {name: template for name, (template, *_) in rows_of(copy).items()} == {"a": b"before"}
 
 
 def test_a_damaged_part_raises_an_arrow_error() -> None:
@@ -165,9 +174,9 @@ def test_a_schedule_takes_less_than_200_bytes() -> None:
         columns.set_progress([slot], [row(number + 1, is_active=True)], [b""])
     assert list(columns.numbers)
     arrays = [*columns.ints.values(), columns.state, columns.text, columns.plan, columns.names._order]
-    size_bytes = sum(len(memoryview(each).cast("B")) for each in arrays)
+    size_bytes = sum(len(memoryview(values).cast("B")) for values in arrays)
     for texts in (columns.texts, columns.plans):
         size_bytes += len(texts._bytes) + len(memoryview(texts._ends).cast("B"))
     numbers: Numbers = columns.numbers
-    size_bytes += sum(len(memoryview(each).cast("B")) for each in (numbers._numbers, numbers._slots))
-    assert size_bytes / count < 200, "85 bytes, and 103 of name, template and rule"
+    size_bytes += sum(len(memoryview(values).cast("B")) for values in (numbers._numbers, numbers._slots))
+    assert size_bytes / count < 200, "85 bytes, and 103 bytes of name, template and plan"

@@ -25,6 +25,7 @@ class Log(StateRows):
     """Appends the rows of changes, as the broker does with the other rows of their frames."""
 
     def change(self, schedules: Schedules, *entries: Entry) -> None:
+        """Apply these changes in one frame."""
         change = schedules.changed(list(entries))
         self.appended.append(change.rows)
         change.keep()
@@ -32,28 +33,28 @@ class Log(StateRows):
 
 def test_a_schedule_and_its_progress_survive_a_restart() -> None:
     log = Log()
-    schedules, meta = log.opened(Schedules), Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
-    log.change(schedules, Entry("a", meta, FACTS), Entry("b", Progress(State.PAUSED, 3), FACTS))
+    schedules, before = log.opened(Schedules), Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
+    log.change(schedules, Entry("a", before, FACTS), Entry("b", Progress(State.PAUSED, 3), FACTS))
     after = Progress(State.ACTIVE, 10, number=9, due_ms=20, at_ms=10, runs=1, last_due_ms=10, last_ms=11)
     log.change(schedules, Entry("a", after))
-    for known in (schedules, log.opened(Schedules)):
-        assert known.get("a") == (FACTS, after)
-        assert known.get("b") == (FACTS, Progress(State.PAUSED, 3))
-        assert (len(known), list(known.occurrences), known.name_of(9)) == (2, [9], "a")
-        assert list(known.names_after("")) == ["a", "b"] and list(known.names_after("a")) == ["b"]
-        assert known.size_bytes == schedules.size_bytes > 0
+    for restored in (schedules, log.opened(Schedules)):
+        assert restored.get("a") == (FACTS, after)
+        assert restored.get("b") == (FACTS, Progress(State.PAUSED, 3))
+        assert (len(restored), list(restored.occurrences), restored.name_of(9)) == (2, [9], "a")
+        assert list(restored.names_after("")) == ["a", "b"] and list(restored.names_after("a")) == ["b"]
+        assert restored.size_bytes == schedules.size_bytes > 0
 
 
 def test_a_deleted_schedule_is_forgotten() -> None:
     log = Log()
-    schedules, meta = log.opened(Schedules), Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
-    log.change(schedules, Entry("a", meta, FACTS))
+    schedules, progress = log.opened(Schedules), Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
+    log.change(schedules, Entry("a", progress, FACTS))
     log.change(schedules, Entry("a", None))
-    for known in (schedules, log.opened(Schedules)):
-        assert known.find("a") is None and len(known) == known.size_bytes == 0
-        assert list(known.occurrences) == []
+    for restored in (schedules, log.opened(Schedules)):
+        assert restored.find("a") is None and len(restored) == restored.size_bytes == 0
+        assert list(restored.occurrences) == []
         with pytest.raises(NotFound):
-            known.get("a")
+            restored.get("a")
 
 
 @pytest.mark.parametrize("key", ["schedule/a", "occurrence/a"])
@@ -64,7 +65,7 @@ def test_a_damaged_schedule_value_stops_the_start(key: str) -> None:
         log.opened(Schedules)
 
 
-def test_schedules_restored_from_the_log_equal_those_in_memory() -> None:
+def test_a_change_of_a_schedule_takes_effect_when_keep_is_called_and_only_in_the_columns() -> None:
     meta = MetaLog()
     schedules = Schedules(meta)
     meta.open(lambda _: None, lambda: 0)
@@ -73,7 +74,7 @@ def test_schedules_restored_from_the_log_equal_those_in_memory() -> None:
     assert change.pairs[1] == ("occurrence/a", b'[0,5,7,10,5,0,0,0,""]')
     assert not meta.copied()() and not len(schedules), "nothing changes before the append"
     change.keep()
-    assert not meta.values, "the columns have them"
+    assert not meta.values, "only the columns contain the schedule"
     assert list(meta.copied()()) == ["schedules/0"]
 
 
@@ -101,11 +102,11 @@ def test_a_progress_row_has_a_queue_position_only_if_the_schedule_needs_it() -> 
     assert encode_progress(plain) == b'[0,5,7,0,0,0,0,0,""]'
     placed = msgspec.structs.replace(plain, last_queue=0, last_offset=3)
     assert encode_progress(placed) == b'[0,5,7,0,0,0,0,0,"",0,3]'
-    for each in (plain, placed):
-        assert msgspec.json.decode(encode_progress(each), type=Progress) == each
+    for progress in (plain, placed):
+        assert msgspec.json.decode(encode_progress(progress), type=Progress) == progress
 
 
-def test_names_of_a_recovery_are_sorted_once() -> None:
+def test_names_are_in_order_after_a_recovery_of_unsorted_rows() -> None:
     log = Log()
     schedules = log.opened(Schedules)
     for name in ("m", "a", "z", "c"):

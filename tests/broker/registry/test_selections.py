@@ -26,6 +26,7 @@ from timeball.model.message import encode_properties, pairs_of
 
 
 def facts(seq: int, **fields: object) -> SelectionFacts:
+    """A selection that was accepted by the row `seq`. It cancels all messages, unless `fields` say otherwise."""
     return SelectionFacts(seq=seq, at_ms=0, **fields)  # type: ignore[arg-type]
 
 
@@ -55,17 +56,21 @@ def test_the_owner_of_a_message_equals_that_of_a_walk_through_the_log(
     owners = selected.states(described(*((5, version, topic) for topic in "ab"))).owner
     for topic, owner in zip("ab", owners.tolist(), strict=True):
         log = sorted(
-            [(each.seq, "accept", name) for name, each in by_name.items()]
-            + [(each.undone_seq, "undo", name) for name, each in by_name.items() if each.undone_seq]
+            [(selection.seq, "accept", name) for name, selection in by_name.items()]
+            + [
+                (selection.undone_seq, "undo", name)
+                for name, selection in by_name.items()
+                if selection.is_undone
+            ]
         )
-        state: str | None = None
+        expected_owner: str | None = None
         for seq, event, name in log:
             if event == "undo":
-                state = None if state == name else state
-            elif state is None and version < seq and by_name[name].topics in ([], [topic]):
-                state = name
-        assert (selected.names[owner] if owner >= 0 else None) == state
-    assert selected.end_seq <= max((each.seq for each in by_name.values()), default=0)
+                expected_owner = None if expected_owner == name else expected_owner
+            elif expected_owner is None and version < seq and by_name[name].topics in ([], [topic]):
+                expected_owner = name
+        assert (selected.names[owner] if owner >= 0 else None) == expected_owner
+    assert selected.end_seq <= max((selection.seq for selection in by_name.values()), default=0)
 
 
 def test_a_selection_covers_only_messages_within_its_bounds_of_time_and_number() -> None:
@@ -93,7 +98,7 @@ def test_operations_apply_in_log_order_and_an_undo_removes_one() -> None:
     assert states.due_ms.tolist() == [20, 34]  # 10 would be before the operation
     assert states.mover.tolist() == [1, -1] and states.holder.tolist() == [3, 3]
     assert Selected(by_name).topics(messages.topic, states.mover).to_pylist() == ["b", "a"]
-    # Who belongs to an operation does not change, although its condition no longer holds.
+    # The undo of the shift does not change which messages belong to the move, although its condition no longer holds.
     by_name["later"] = facts(10, action="shift", shift_ms=30, undone_seq=50)
     states = Selected(by_name).states(messages)
     assert states.due_ms.tolist() == [5, 4] and states.mover.tolist() == [1, -1]
@@ -112,6 +117,7 @@ def test_operations_apply_in_log_order_and_an_undo_removes_one() -> None:
 def test_a_wake_up_does_not_change_the_state_of_a_message() -> None:
     woken = Woken()
     selected = Selected({"s": facts(100, action="shift", shift_ms=30, to_ms=6)}, woken)
+    # Each column: version of the wake-up, due time and version of the base, due time of the wake-up.
     woken.add(*(np.array([number]) for number in (200, 5, 1, 35)))
     woken.add(*(np.array([number, number + 1]) for number in (300, 5, 150, 35)))
     messages = described((5, 1, "a"), (35, 200, "a"), (35, 300, "a"), (36, 301, "a"), (5, 201, "a"))
@@ -139,40 +145,45 @@ def test_wake_ups_keep_their_bases_until_they_are_due(steps: list[tuple[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selections, "WOKEN_ROWS_MAX", 16)
         woken, now_ms, version = Woken(), 0, 100
-        kept, former = dict[int, tuple[int, int, int]](), list[tuple[Any, Any]]()
+        # By version: due time and version of the base, due time of the wake-up.
+        kept = dict[int, tuple[int, int, int]]()
+        copies = list[tuple[Any, Any]]()  # each copy, and its content when it was made
         for step, value in steps:
             if step == "add":
                 versions = range(version, version + 2 * len(value), 2)
                 version += 2 * len(value)
-                new = {
-                    n: (now_ms + due + 3 * base, base, now_ms + due)
-                    for n, (due, base) in zip(versions, value)
+                wake_ups = {
+                    number: (now_ms + due + 3 * base, base, now_ms + due)
+                    for number, (due, base) in zip(versions, value)
                 }
-                kept |= new
-                columns = np.array([(n, *row) for n, row in new.items()], np.int64).reshape(-1, 4)
-                woken.add(*columns.T)
+                kept |= wake_ups
+                rows = [(number, *row) for number, row in wake_ups.items()]
+                woken.add(*np.array(rows, np.int64).reshape(-1, 4).T)
             else:
                 now_ms += value
                 woken.forget_before(now_ms)
-                kept = {n: row for n, row in kept.items() if row[2] >= now_ms}
+                kept = {
+                    number: (base_ms, base, due_ms)
+                    for number, (base_ms, base, due_ms) in kept.items()
+                    if due_ms >= now_ms
+                }
                 if not kept:
                     assert (len(woken), woken.earlier_ms) == (0, 0)
-            asked = np.arange(90, version + 2)
-            base_ms, base = woken.bases(np.full(len(asked), -1), asked)
-            found = list(zip(asked.tolist(), base_ms.tolist(), base.tolist()))
-            assert [one for one in found if one[0] in kept] == [(n, *row[:2]) for n, row in kept.items()]
+            numbers = np.arange(90, version + 2)  # also numbers of no wake-up
+            base_ms, base = woken.bases(np.full(len(numbers), -1), numbers)
+            bases = zip(numbers.tolist(), base_ms.tolist(), base.tolist())
+            assert [row for row in bases if row[0] in kept] == [(n, *row[:2]) for n, row in kept.items()]
             assert woken.earlier_ms >= max((row[0] - row[2] for row in kept.values()), default=0)
-            saved = woken.copied()
-            former.append((saved, [part.tolist() for part in saved]))
-            assert len(woken) == sum(part.shape[1] for part in saved) <= 2 * len(kept) + 2 * 16
+            copy = woken.copied()
+            copies.append((copy, [part.tolist() for part in copy]))
+            assert len(woken) == sum(part.shape[1] for part in copy) <= 2 * len(kept) + 2 * 16
             assert all(run.used_rows <= 16 for run in woken._runs)
-        assert all([part.tolist() for part in saved] == parts for saved, parts in former), (
-            "a copy is as of its time"
-        )
+        for copy, content in copies:
+            assert [part.tolist() for part in copy] == content, "later changes do not affect a copy"
 
 
 def test_one_call_of_forget_before_copies_few_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each second copied ten million, if only one of them was due."""
+    """An earlier version copied all wake-ups each second, even ten million of which only one was due."""
     monkeypatch.setattr(selections, "WOKEN_ROWS_MAX", 100)
     woken, numbers = Woken(), np.arange(1_000)
     due_ms = numbers * 7_919 % 1_000
@@ -219,7 +230,7 @@ def test_a_condition_can_use_properties_and_columns_of_the_message(where: str, e
             "keys": ["k1", "k2 k3", None],
             "tag": ["red", None, "blue"],
             "unique_key": ["id-1", "id-2", "id-3"],
-            # The message's own topic wins over a property of that name. The last separator may be missing.
+            # `topic` in a condition is the topic of the message, not its property. The last separator may be missing.
             "properties": pa.array(
                 [encode_properties({"region": "eu", "topic": "b"}), "price\x017", None], pa.string()
             ),
@@ -231,7 +242,7 @@ def test_a_condition_can_use_properties_and_columns_of_the_message(where: str, e
     assert (selected.states(messages).owner >= 0).tolist() == expected
 
 
-def test_selections_over_the_limit_and_settled_ones_are_forgotten_and_survive_a_restart(
+def test_a_selection_applies_until_it_is_over_and_only_then_makes_space_for_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "SELECTIONS_MAX", 2)
@@ -258,8 +269,8 @@ def test_selections_over_the_limit_and_settled_ones_are_forgotten_and_survive_a_
     assert list(selections.all()) == ["2", "3"]
     with pytest.raises(NotFound):
         selections.get("1")
-    copy = MetaLog()
-    again = Selections(copy)
+    restored_log = MetaLog()
+    restored = Selections(restored_log)
     for batch in written:
-        copy.restore(pairs_of(batch))
-    assert again.all() == selections.all()
+        restored_log.restore(pairs_of(batch))
+    assert restored.all() == selections.all()

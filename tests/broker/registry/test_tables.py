@@ -1,4 +1,4 @@
-"""Tests of timeball.broker.registry.tables."""
+"""The state of drains, the saved leases and the receipt secret survive a restart as META rows."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def reopened(rows: list[object]) -> Drains:
 
 
 def opened() -> tuple[Drains, list[object]]:
+    """The drains of an empty log, and the list to which it appends rows."""
     meta, rows = MetaLog(), list[object]()
     drains = Drains(meta)
     meta.open(rows.append, lambda: 7)
@@ -65,13 +66,13 @@ def test_the_last_drain_and_adoption_rows_are_restored_after_a_restart() -> None
     assert drains.out is not None and not drains.out.transfer, "not before the append"
     rows.append(change.rows)
     change.keep()
-    taken = drains.adoption_row("g3", AdoptedFacts(since_ms=1, transfer=4, rows=10))
-    rows.append(taken.rows)
-    taken.keep()
-    for found in (drains, reopened(rows)):
-        assert found.out == DrainFacts(heir="g1", since_ms=5, transfer=1, first_seq=9, rows=2, at_ms=6)
-        assert found.adopted("g3") == AdoptedFacts(since_ms=1, transfer=4, rows=10)
-        assert found.needed_seq == 9
+    adoption = drains.adoption_row("g3", AdoptedFacts(since_ms=1, transfer=4, rows=10))
+    rows.append(adoption.rows)
+    adoption.keep()
+    for restored in (drains, reopened(rows)):
+        assert restored.out == DrainFacts(heir="g1", since_ms=5, transfer=1, first_seq=9, rows=2, at_ms=6)
+        assert restored.adopted("g3") == AdoptedFacts(since_ms=1, transfer=4, rows=10)
+        assert restored.needed_seq == 9
 
 
 def test_a_message_that_was_handed_over_is_not_reported_as_cancelled() -> None:
@@ -110,13 +111,13 @@ def test_a_saved_part_is_read_as_written_until_it_is_deleted() -> None:
 
 
 def test_a_run_of_leases_is_an_array_and_rows_without_the_last_columns_are_read() -> None:
-    """A folder has such rows when the broker is replaced: a new field goes to the end, with a default."""
+    """An upgraded broker reads rows of earlier versions, so a new field is added at the end, with a default."""
     assert msgspec.json.encode(RUN) == b'[1027,3,7,60007,8,true,false,2,9,"no",""]'
     assert msgspec.json.decode(b"[1027,3,7,60007,8]", type=LeaseRun) == LeaseRun(1027, 3, 7, 60_007, 8)
 
 
 def test_a_saved_part_without_runs_is_refused() -> None:
-    """A group that began with such a row would skip messages that nobody has processed."""
+    """From such a row, the group would skip messages that no consumer has processed."""
     meta = MetaLog()
     table(meta)
     with pytest.raises(Corrupt, match=f"META row of 'leases/{NAME}'"):
@@ -125,11 +126,11 @@ def test_a_saved_part_without_runs_is_refused() -> None:
 
 def test_the_receipt_secret_is_created_once_per_folder() -> None:
     log = StateRows()
-    made = log.opened(ReceiptSecret).get()
-    assert len(made) == SECRET_BYTES and log.count == 1
-    again = log.opened(ReceiptSecret)
-    assert again.is_made and again.get() == made and log.count == 1
-    assert StateRows().opened(ReceiptSecret).get() != made, "another folder has another"
+    secret = log.opened(ReceiptSecret).get()
+    assert len(secret) == SECRET_BYTES and log.count == 1
+    restored = log.opened(ReceiptSecret)
+    assert restored.is_made and restored.get() == secret and log.count == 1
+    assert StateRows().opened(ReceiptSecret).get() != secret, "another folder has another secret"
 
 
 @on_node()
@@ -144,13 +145,13 @@ async def test_the_first_receive_creates_a_durable_receipt_secret(world: World) 
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(1))
     await world.broker.consuming.receive(ReceiveRequest("g", "orders", counts_times=True), 0)
-    kept = world.broker.tables.receipt_secret
-    assert kept.is_made
+    secret = world.broker.tables.receipt_secret
+    assert secret.is_made
     files = world.files.crash(survival="nothing")
     await world.abandon()
     world.files = files
     await world.start()
-    assert world.broker.tables.receipt_secret.get() == kept.get()
+    assert world.broker.tables.receipt_secret.get() == secret.get()
 
 
 @on_node()
@@ -164,6 +165,7 @@ async def test_readers_of_the_log_do_not_get_the_receipt_secret(world: World) ->
                 row for part in world.broker.read_log(1, 99, kinds, 1, columns) for row in part.to_pylist()
             ]
             bodies = [row["body"] for row in rows]
+            # Only the row of the secret has no body. The row of the topic shows that META rows have their bodies.
             assert bodies.count(None) == 1 and any(b'"queues"' in (body or b"") for body in bodies)
-            shown = b"".join(body or b"" for body in bodies)
-            assert secret not in shown and base64.b64encode(secret) not in shown
+            all_bytes = b"".join(body or b"" for body in bodies)
+            assert secret not in all_bytes and base64.b64encode(secret) not in all_bytes

@@ -38,14 +38,16 @@ from timeball.model.message import Kind, build_rows, stored_sizes
 
 QUEUES = 3
 
-END_SEQ = 10_000  # behind every row of a test
+END_SEQ = 10_000  # a number after all rows of a test
 
 
 def open_topics(log: StateRows, files: Files, queues: int = QUEUES) -> Topics:
+    """Topics restored from `log`, before their queue indexes are loaded."""
     return log.opened(lambda meta: Topics(files, meta, queues_per_topic=queues))
 
 
 def new_topics(files: Files | None = None, *, queues: int = QUEUES, log: StateRows | None = None) -> Topics:
+    """Topics restored from `log` and `files`, by default none, for a log without messages."""
     topics = open_topics(log or StateRows(), files or CrashFiles(), queues)
     topics.load(empty_log(), {}, 1)
     return topics
@@ -56,6 +58,7 @@ def empty_log() -> LogReader:
 
 
 def save_queues(topics: Topics, next_seq: int = END_SEQ) -> Lengths:
+    """Write the queue indexes to files, as a checkpoint does. Returns their lengths, which it contains."""
     flush = topics.indexes.flush(next_seq)
     flush.write()
     topics.indexes.finish(flush)
@@ -63,6 +66,7 @@ def save_queues(topics: Topics, next_seq: int = END_SEQ) -> Lengths:
 
 
 def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any) -> pa.RecordBatch:
+    """Rows of messages of these topics that are about to become visible, by default in any queue."""
     count = len(names)
     return build_rows(
         count, kind=int(Kind.MESSAGE), topic=names, queue_id=queue_ids or [-1] * count, body=b"body", **columns
@@ -70,6 +74,7 @@ def visible(names: list[str], queue_ids: list[int] | None = None, **columns: Any
 
 
 def with_offsets(rows: pa.RecordBatch, placement: Placement) -> pa.RecordBatch:
+    """The rows with their queues and offsets, as the log contains them."""
     columns = {name: rows.column(name) for name in rows.schema.names}
     columns["queue_id"] = pa.array(placement.queue_id, pa.int32())
     columns["queue_offset"] = pa.array(placement.queue_offset)
@@ -94,10 +99,12 @@ BATCHES = st.lists(
 @settings(max_examples=50)
 @given(BATCHES, st.integers(0, 6))
 def test_offsets_have_no_gaps_and_a_replay_of_any_part_gives_the_same_queues(
-    batches: list[list[tuple[str, int]]], known: int
+    batches: list[list[tuple[str, int]]], saved_batches: int
 ) -> None:
+    """The queues are saved after `saved_batches` batches (0: never), and restored by a replay of all batches."""
     files, log = CrashFiles(), StateRows()
     topics, replays, next_seq, model = new_topics(files, log=log), [], 1, {}
+    lengths_and_next_seq: tuple[Lengths, int] = {}, 1
     for batch in batches:
         rows = visible([name for name, _ in batch], [queue for _, queue in batch])
         placement = topics.place(rows)
@@ -113,14 +120,14 @@ def test_offsets_have_no_gaps_and_a_replay_of_any_part_gives_the_same_queues(
         }
         replays.append((placed, np.arange(next_seq, next_seq + len(batch))))
         next_seq += len(batch)
-        if len(replays) == known:
-            saved = (save_queues(topics, next_seq), next_seq)
+        if len(replays) == saved_batches:
+            lengths_and_next_seq = save_queues(topics, next_seq), next_seq
     assert entries(topics) == model
-    again = open_topics(log, files)
-    again.load(empty_log(), *(saved if known and len(replays) >= known else ({}, 1)))
-    for placed, seqs in replays:  # those before the checkpoint too: they are skipped
-        again.replay(placed, seqs)
-    assert entries(again) == model
+    restored = open_topics(log, files)
+    restored.load(empty_log(), *lengths_and_next_seq)
+    for placed, seqs in replays:  # batches that are saved already are skipped
+        restored.replay(placed, seqs)
+    assert entries(restored) == model
 
 
 def test_rows_without_a_queue_go_to_all_queues_in_turn() -> None:
@@ -130,7 +137,8 @@ def test_rows_without_a_queue_go_to_all_queues_in_turn() -> None:
     assert [*first, *second] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_scheduled_rows_of_a_batch_take_no_offsets_of_the_queue() -> None:
+def test_rows_without_consecutive_numbers_are_indexed_by_their_own_numbers() -> None:
+    """Rows between them may be scheduled messages, which have no offsets."""
     topics = new_topics()
     topics.place(visible(["a"] * 2, [0, 0])).index(10, np.array([11, 15]))
     assert entries(topics) == {("a", 0): [11, 15]}
@@ -150,7 +158,7 @@ def test_a_topic_grows_and_never_shrinks() -> None:
     assert [len(topics.ensure("a", queues).queues) for queues in (2, 5, 3)] == [2, 5, 5]
 
 
-def test_saved_state_is_loaded() -> None:
+def test_topics_and_their_numbers_of_queues_survive_a_restart() -> None:
     files, log = CrashFiles(), StateRows()
     topics = new_topics(files, log=log)
     assert log.count == 0
@@ -159,19 +167,19 @@ def test_saved_state_is_loaded() -> None:
     assert log.count == 2
     assert topics.ensure("b", 4) and log.count == 2
     again = new_topics(files, log=log)
-    assert {t.name: len(t.queues) for t in again.all()} == {"a": QUEUES, "b": 5}
+    assert {topic.name: len(topic.queues) for topic in again.all()} == {"a": QUEUES, "b": 5}
 
 
 def test_the_retry_topic_of_the_longest_group_and_topic_is_valid() -> None:
-    ours = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
-    assert new_topics().ensure(ours).name == ours
-    for name in (ours + "x", "t" * (limits.TOPIC_BYTES_MAX + 1)):
+    longest = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
+    assert new_topics().ensure(longest).name == longest
+    for name in (longest + "x", "t" * (limits.TOPIC_BYTES_MAX + 1)):
         with pytest.raises(InvalidMessage, match="topic"):
             new_topics().ensure(name)
 
 
 def test_creating_a_topic_makes_no_call_to_the_disk() -> None:
-    """A thousand cost what one does: one file, written and synced by the checkpoint."""
+    """The indexes of all topics are one file, which a checkpoint writes and syncs."""
     files, log = CrashFiles(), StateRows()
     topics = new_topics(files, log=log)
     calls = files.calls
@@ -198,12 +206,12 @@ def test_invalid_topic_names_are_refused(name: str) -> None:
 
 
 def tags_indexed(topics: Topics) -> dict[str, list[int]]:
-    """The tags of the messages that the first queue of each topic has."""
-    found = {topic.name: topic.queues[0].index.read(0, 100)["tag"].tolist() for topic in topics.all()}
-    return {name: tags for name, tags in found.items() if tags}
+    """The tag fields of the index entries in the first queue of each topic with messages."""
+    tags_by_topic = {topic.name: topic.queues[0].index.read(0, 100)["tag"].tolist() for topic in topics.all()}
+    return {name: tags for name, tags in tags_by_topic.items() if tags}
 
 
-TAGS = ["a", None, "b||c", "Aa", "BB", ""]
+TAGS = ["a", None, "b||c", "Aa", "BB", ""]  # "Aa" and "BB" have the same hash
 SINGLE = [tag_hash("a"), 0, tag_hash("b||c"), tag_hash("Aa"), tag_hash("BB"), 0]
 MULTI = [tag_mask("a"), 0, tag_mask("b") | tag_mask("c"), tag_mask("Aa"), tag_mask("BB"), 0]
 
@@ -242,7 +250,7 @@ def test_a_filter_type_is_saved_and_changes_only_on_request() -> None:
     assert topics.ensure("old").filter_type == topics.ensure("old", 5).filter_type == "SINGLE_TAG"
     assert topics.ensure("new", 1, filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
     assert topics.ensure("new", 2).filter_type == "MULTI_TAG"
-    assert {t.name: t.filter_type for t in new_topics(files, log=log).all()} == {
+    assert {topic.name: topic.filter_type for topic in new_topics(files, log=log).all()} == {
         "old": "SINGLE_TAG",
         "new": "MULTI_TAG",
     }
@@ -257,7 +265,7 @@ def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
     topics.place(visible(["t"], tag=["a"]))
     with pytest.raises(RequestError, match="has messages: its filter type stays MULTI_TAG"):
         topics.ensure("t", 4, filter_type="SINGLE_TAG")
-    assert len(topics.get("t").queues) == 1, "refused whole"
+    assert len(topics.get("t").queues) == 1, "the refused call has not added queues"
     assert topics.ensure("t", filter_type="MULTI_TAG").filter_type == "MULTI_TAG"
     assert log.count == 2
 
@@ -271,6 +279,7 @@ def test_an_unknown_filter_type_is_refused() -> None:
 
 def test_the_size_of_an_index_entry_is_that_of_rocketmqs_stored_message() -> None:
     rows = visible(["ab", "c"], properties=["k\1v\2", None])
+    # 91 bytes of fixed fields, then topic, body ("body") and properties.
     assert stored_sizes(rows).tolist() == [91 + 2 + 4 + 4, 91 + 1 + 4]
 
 
@@ -365,7 +374,7 @@ def test_a_topic_created_after_a_deletion_has_no_old_messages() -> None:
         (queue,) = read.get("t").queues
         assert (queue.index.min_offset, queue.index.max_offset) == (3, 5)
         assert queue.index.read(3, 9)["seq"].tolist() == [3, 4]
-        assert read.get("t").perm == 6, "the old one's configuration went with it"
+        assert read.get("t").perm == 6, "the new topic does not have the configuration of the deleted one"
 
 
 @pytest.mark.parametrize("sent_again", [False, True])
@@ -433,28 +442,29 @@ def test_every_change_of_a_topic_increases_the_version() -> None:
 
 
 def queues(count: int) -> Queues:
+    """The queues of a topic without messages."""
     return Queues(QueueIndexes(CrashFiles()), "t", count)
 
 
 def test_a_queue_is_created_at_its_first_use_and_stays_the_same_object() -> None:
-    found = queues(1_000)
-    assert (len(found), len(found._created)) == (1_000, 0)
-    found[7].index.append(*[np.array([1])] * 3)
-    found[7].next_offset = 5
-    assert (found[7].index.max_offset, found[7].next_offset, len(found._created)) == (1, 5, 1)
-    assert (found[8].index.topic, found[8].index.queue_id) == ("t", 8)
+    many = queues(1_000)
+    assert (len(many), len(many._created)) == (1_000, 0)
+    many[7].index.append(*[np.array([1])] * 3)
+    many[7].next_offset = 5
+    assert (many[7].index.max_offset, many[7].next_offset, len(many._created)) == (1, 5, 1)
+    assert (many[8].index.topic, many[8].index.queue_id) == ("t", 8)
 
 
 def test_queues_are_a_sequence() -> None:
-    found = queues(3)
-    assert [queue.index.queue_id for queue in found] == [0, 1, 2]
-    assert found[:2] == [found[0], found[1]]
-    for at in (3, -1):
-        with pytest.raises(IndexError, match=f"queue {at} of 3"):
-            found[at]
-    found.widen(5)
-    found.widen(2)
-    assert len(found) == 5
+    three = queues(3)
+    assert [queue.index.queue_id for queue in three] == [0, 1, 2]
+    assert three[:2] == [three[0], three[1]]
+    for queue_id in (3, -1):
+        with pytest.raises(IndexError, match=f"queue {queue_id} of 3"):
+            three[queue_id]
+    three.widen(5)
+    three.widen(2)
+    assert len(three) == 5, "never fewer than before"
 
 
 def test_a_topic_is_restored_from_its_facts() -> None:
@@ -504,13 +514,13 @@ def test_raise_queues_never_lowers_a_number_and_keeps_none() -> None:
 
 
 def test_attribute_changes_set_and_remove_single_attributes() -> None:
-    found = apply_attribute_changes({}, "+message.type=DELAY, +cleanup.policy=DELETE")
-    assert found == {"message.type": "DELAY", "cleanup.policy": "DELETE"}
-    assert apply_attribute_changes(found, "") == found
-    assert apply_attribute_changes(found, "-cleanup.policy,+message.type=FIFO,-queue.type") == {
+    attributes = apply_attribute_changes({}, "+message.type=DELAY, +cleanup.policy=DELETE")
+    assert attributes == {"message.type": "DELAY", "cleanup.policy": "DELETE"}
+    assert apply_attribute_changes(attributes, "") == attributes
+    assert apply_attribute_changes(attributes, "-cleanup.policy,+message.type=FIFO,-queue.type") == {
         "message.type": "FIFO"
     }
-    assert found["message.type"] == "DELAY", "the old ones are not touched"
+    assert attributes["message.type"] == "DELAY", "the call does not change its argument"
 
 
 @pytest.mark.parametrize(

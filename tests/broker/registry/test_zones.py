@@ -34,8 +34,8 @@ def test_a_zone_is_recorded_once_and_again_for_much_later_messages(
     assert zones.facts is None
     zones.use("Europe/Berlin", STEP_MS + 1)
     assert zones.facts is not None and zones.facts.tzdata == VERSION
-    known = ZoneUse(rules_hash("Europe/Berlin"), 2 * STEP_MS)
-    assert zones.facts.zones == {"Europe/Berlin": known} and len(known.rules) == 8
+    recorded = ZoneUse(rules_hash("Europe/Berlin"), 2 * STEP_MS)
+    assert zones.facts.zones == {"Europe/Berlin": recorded} and len(recorded.rules) == 8
     zones.use("Europe/Berlin", 2 * STEP_MS)
     zones.use("Europe/Berlin")
     assert len(rows) == 1
@@ -43,7 +43,7 @@ def test_a_zone_is_recorded_once_and_again_for_much_later_messages(
     zones.use("Asia/Tokyo")
     assert len(rows) == 3
     assert zones.facts.zones == {
-        "Europe/Berlin": ZoneUse(known.rules, 3 * STEP_MS), "Asia/Tokyo": ZoneUse(rules_hash("Asia/Tokyo")),
+        "Europe/Berlin": ZoneUse(recorded.rules, 3 * STEP_MS), "Asia/Tokyo": ZoneUse(rules_hash("Asia/Tokyo")),
     }  # fmt: skip
 
 
