@@ -23,7 +23,7 @@ from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 from timeball.table.layout import FOLDER
 
-# ---- what is moved ------------------------------------------------------------------------------------------
+# ---- the messages that are moved ----------------------------------------------------------------------------
 
 
 def in_table(world: World) -> list[dict[str, Any]]:
@@ -48,9 +48,9 @@ async def test_pending_messages_are_moved_with_all_columns(world: World) -> None
     added = {"seq": 2, "topic": "orders", "body": b"body", "accepted_ms": world.clock.wall, "number": None}
     assert in_table(world) == [{**values, **added}]
     await world.advance(HOUR_MS)
-    released = (await world.broker.read_queue("orders", 1, 0, 1)).to_pylist()[0]
-    assert {name: released[name] for name in values} == values
-    assert (released["accepted_ms"], released["source_seq"]) == (added["accepted_ms"], 2)
+    release_row = (await world.broker.read_queue("orders", 1, 0, 1)).to_pylist()[0]
+    assert {name: release_row[name] for name in values} == values
+    assert (release_row["accepted_ms"], release_row["source_seq"]) == (added["accepted_ms"], 2)
 
 
 @on_node()
@@ -76,7 +76,7 @@ async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact, "RUN_ROWS_MAX", 4)
         attached = await world.broker.compact()
-    assert world.broker.mover.compactions.runs["broker"] == 3, "of four numbers each"
+    assert world.broker.mover.compactions.runs["broker"] == 3, "a run has four sequence numbers"
     assert attached.watermark == world.broker.status()["watermark"] >= 12
     assert [row["seq"] for row in in_table(world)] == list(range(2, 12))
     assert world.broker.status()["schedule"]["tail_rows"] == 0
@@ -123,9 +123,7 @@ async def test_cancelled_redeliveries_are_neither_compacted_nor_examined_again(w
     watermark = world.broker.status()["watermark"]
     await nack_and_cancel("h")
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
-    assert world.broker.status()["watermark"] > watermark, (
-        "there was nothing to move, and the watermark moves nevertheless"
-    )
+    assert world.broker.status()["watermark"] > watermark, "it moves also without messages to move"
     assert world.broker.mover.tail_count.rows == 0
 
 
@@ -148,10 +146,12 @@ SEQS = st.lists(st.lists(st.integers(0, 40), max_size=12), max_size=4)
 
 
 def settled_pairs(seqs: list[list[int]]) -> Settled:
+    """Settled messages with these versions, in several runs."""
     return Settled(0, tuple((np.zeros(len(part), np.int64), np.array(part, np.int64)) for part in seqs))
 
 
 def entry(min_seq: int, max_seq: int) -> FileEntry:
+    """The entry of a file with numbers from `min_seq` to `max_seq`."""
     return FileEntry(
         path="f", bucket="b", rows=1, size_bytes=1, min_due_ms=0, max_due_ms=1, min_seq=min_seq, max_seq=max_seq
     )  # fmt: skip
@@ -168,9 +168,9 @@ def test_settled_messages_are_found_in_the_files_and_ranges_of_a_resume(
         max((entry.max_seq for entry in entries), default=0),
     )
     assert known.tolist() == sorted(seq for part in before for seq in part if low <= seq <= high)
-    every, new = compact.settled_since(known, settled_pairs(before + later), ranges)
-    expected = [
+    all_seqs, new_seqs = compact.settled_since(known, settled_pairs(before + later), ranges)
+    in_ranges = [
         seq for part in before + later for seq in part if any(first <= seq < first + 2 for first, _ in ranges)
     ]
-    assert new.tolist() == sorted(seq for seq in expected if seq not in known)
-    assert every.tolist() == sorted([*known.tolist(), *new.tolist()])
+    assert new_seqs.tolist() == sorted(seq for seq in in_ranges if seq not in known)
+    assert all_seqs.tolist() == sorted([*known.tolist(), *new_seqs.tolist()])

@@ -24,15 +24,13 @@ from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 from timeball.table.merging import FILES_MIN
 
-EVERYTHING: Any = ((-1, 0), (1 << 62, 0))
-
-
-# ---- what is written ----------------------------------------------------------------------------------------
+EVERYTHING: Any = ((-1, 0), (1 << 62, 0))  # the range of all rows, for `rows_between`
 
 
 def rewritten(
     files: CrashFiles, entries: list[FileEntry], settled: list[int] | None = None, **arguments: Any
 ) -> Any:
+    """The attachment of a rewrite of these files without the messages `settled`."""
     arguments = {"settled_before_ms": -1, "now_ms": NOW_MS, "epoch": 7, **arguments}
     return rewrite(files, files, entries, np.array(settled or [], dtype=np.int64), holds=Holds(), **arguments)
 
