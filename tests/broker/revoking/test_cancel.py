@@ -106,7 +106,9 @@ async def test_a_pending_message_is_cancelled_once_and_never_delivered(world: Wo
     key = await place(world)
     now_ms = world.clock.wall
     first, second = await world.broker.cancel(ids=[key]), await world.broker.cancel(ids=[key])
-    assert [(v.subject, v.verdict, v.at_ms) for v in first] == [(key, "cancelled", now_ms)]
+    assert [(verdict.subject, verdict.verdict, verdict.at_ms) for verdict in first] == [
+        (key, "cancelled", now_ms)
+    ]
     assert second == [Verdict(key, "already_cancelled", first[0].seq, now_ms)]
     await world.advance(HOUR_MS)
     assert await delivered(world) == []
@@ -121,7 +123,7 @@ async def test_a_cancel_of_a_delivered_message_reports_when_it_was_released(
     key = await place(world)
     await world.advance(FAR_MS)  # the clock jumps, so the release is at the new time
     released = await world.broker.cancel(ids=[key])
-    assert [(v.verdict, v.at_ms) for v in released] == [("released", world.clock.wall)]
+    assert [(verdict.verdict, verdict.at_ms) for verdict in released] == [("released", world.clock.wall)]
     await world.advance(HOUR_MS)
     assert await world.broker.cancel(ids=[key]) == released, "a later cancel reports the same time"
     assert await delivered(world) == [key]
@@ -136,12 +138,12 @@ async def test_a_cancel_survives_a_restart_and_a_power_failure(world: World, pla
     await world.restart()
     assert await said(world, ids=keys) == ["already_cancelled"] * 2
     await world.abandon()
-    left = World(image, world.clock)
-    await left.start()
-    assert await said(left, ids=keys) == ["already_cancelled"] * 2
-    await left.advance(HOUR_MS)
-    assert await delivered(left) == []
-    await left.stop()
+    after_cut = World(image, world.clock)
+    await after_cut.start()
+    assert await said(after_cut, ids=keys) == ["already_cancelled"] * 2
+    await after_cut.advance(HOUR_MS)
+    assert await delivered(after_cut) == []
+    await after_cut.stop()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------
@@ -149,15 +151,16 @@ async def test_a_cancel_survives_a_restart_and_a_power_failure(world: World, pla
 
 @on_node()
 async def test_id_key_and_number_name_the_same_scheduled_message(world: World) -> None:
-    sent = batch(3, unique_key=["one", "two", "three"], keys=["k1", "k2 x", "k3"], delay_ms=[FAR_MS] * 3)
-    first_seq = (await world.broker.send(sent)).first_seq
+    rows = batch(3, unique_key=["one", "two", "three"], keys=["k1", "k2 x", "k3"], delay_ms=[FAR_MS] * 3)
+    first_seq = (await world.broker.send(rows)).first_seq
     by_id = await world.broker.cancel(ids=["one"])
     by_key = await world.broker.cancel(keys=["x"])
     by_seq = await world.broker.cancel(seqs=[first_seq + 2])
-    assert [v.seq for v in [*by_id, *by_key, *by_seq]] == [first_seq, first_seq + 1, first_seq + 2]
-    assert {v.verdict for v in [*by_id, *by_key, *by_seq]} == {"cancelled"}
+    verdicts = [*by_id, *by_key, *by_seq]
+    assert [verdict.seq for verdict in verdicts] == [first_seq, first_seq + 1, first_seq + 2]
+    assert {verdict.verdict for verdict in verdicts} == {"cancelled"}
     again = await world.broker.cancel(ids=["three"], keys=["k1"], seqs=[first_seq + 1])
-    assert {(v.subject, v.verdict) for v in again} == {
+    assert {(verdict.subject, verdict.verdict) for verdict in again} == {
         ("three", "already_cancelled"), ("k1", "already_cancelled"), (str(first_seq + 1), "already_cancelled"),
     }  # fmt: skip
 
@@ -167,18 +170,17 @@ async def test_a_cancel_by_key_gives_each_message_the_verdict_of_its_own_place(w
     released, cancelled = await in_wheel(world), await in_tail(world)
     await world.cancel([cancelled])
     await world.advance(SOON_MS)
-    filed = [await in_table(world), await in_bulk_file(world)]
-    waiting = [*filed, await in_tail(world), await in_wheel(world)]
-    by_key = await world.broker.cancel(keys=["every"])
-    expected = {released: "released", cancelled: "already_cancelled"}
+    in_file, in_bulk = await in_table(world), await in_bulk_file(world)
+    waiting = [in_file, await in_tail(world), await in_wheel(world)]
+    by_key = await world.broker.cancel(keys=["every"])  # the key of all messages that `World.send` sends
     # `World.bulk` writes rows without keys, so the cancel by key does not find the message of the bulk job.
-    expected |= dict.fromkeys([key for key in waiting if key != filed[1]], "cancelled")
-    verdict_by_number = {v.seq: v.verdict for v in by_key}
+    expected = {released: "released", cancelled: "already_cancelled", **dict.fromkeys(waiting, "cancelled")}
+    verdict_by_number = {verdict.seq: verdict.verdict for verdict in by_key}
     number_by_id = {key: (await world.broker.cancel(ids=[key]))[0].seq for key in expected}
     assert {key: verdict_by_number[number] for key, number in number_by_id.items()} == expected
     assert len(by_key) == len(expected)
     await world.advance(HOUR_MS)
-    assert await delivered(world) == sorted([released, filed[1]])
+    assert await delivered(world) == sorted([released, in_bulk])
 
 
 @on_node()
@@ -198,31 +200,31 @@ async def test_all_messages_with_the_same_id_are_cancelled(world: World) -> None
     for _ in range(2):
         await world.broker.send(batch(1, unique_key=["same"], delay_ms=[FAR_MS]))
         await world.compact()
-    verdict = await world.broker.cancel(ids=["same"])
-    assert [v.verdict for v in verdict] == ["cancelled", "cancelled"]
-    assert len({v.seq for v in verdict}) == 2
+    verdicts = await world.broker.cancel(ids=["same"])
+    assert [verdict.verdict for verdict in verdicts] == ["cancelled", "cancelled"]
+    assert len({verdict.seq for verdict in verdicts}) == 2
 
 
 @on_node()
 async def test_a_message_that_a_request_names_several_times_is_cancelled_once(world: World) -> None:
     seq = (await world.broker.send(batch(1, unique_key=["x"], keys=["k"], delay_ms=[FAR_MS]))).first_seq
-    found = await world.broker.cancel(ids=["x", "x"], keys=["k"], seqs=[seq, seq])
-    assert [v.subject for v in found] == ["x", "x", "k", str(seq), str(seq)]
-    assert [v.verdict for v in found] == ["cancelled", *["already_cancelled"] * 4]
-    rows = [r for part in world.broker.read_log(1, 1 << 62, [Kind.CANCEL]) for r in part.to_pylist()]
+    verdicts = await world.broker.cancel(ids=["x", "x"], keys=["k"], seqs=[seq, seq])
+    assert [verdict.subject for verdict in verdicts] == ["x", "x", "k", str(seq), str(seq)]
+    assert [verdict.verdict for verdict in verdicts] == ["cancelled", *["already_cancelled"] * 4]
+    rows = [row for part in world.broker.read_log(1, 1 << 62, [Kind.CANCEL]) for row in part.to_pylist()]
     assert [row["source_seq"] for row in rows] == [seq]
 
 
 @on_node()
 async def test_names_and_numbers_of_no_scheduled_message_are_not_found(world: World) -> None:
     """An immediate message, a RELEASE row, a reserved number, and numbers and names that nothing has."""
-    message = (await world.send("a", [None]))[0]
-    scheduled_row = await in_wheel(world)
+    immediate_id = (await world.send("a", [None]))[0]
+    scheduled_id = await in_wheel(world)
     reserved = await world.broker.reserve(5)
     await world.advance(SOON_MS)
-    release = [row.seq for row in (await world.outcome()).rows if row.key == scheduled_row]
-    assert await said(world, ids=[message, "nobody"], keys=["nothing"]) == ["not_found"] * 3
-    for seq in (*release, reserved, 0, -1, 1, 1 << 50):
+    release_seqs = [row.seq for row in (await world.outcome()).rows if row.key == scheduled_id]
+    assert await said(world, ids=[immediate_id, "nobody"], keys=["nothing"]) == ["not_found"] * 3
+    for seq in (*release_seqs, reserved, 0, -1, 1, 1 << 50):
         assert await said(world, seqs=[seq]) == ["not_found"], seq
 
 
@@ -239,8 +241,8 @@ async def test_a_message_without_id_and_keys_is_cancelled_by_its_number(world: W
 @on_node()
 async def test_verdicts_are_in_the_order_of_the_requested_names(world: World) -> None:
     keys = await world.send("a", [FAR_MS] * 20)
-    asked = [*keys[::-1], "nobody", keys[3]]
-    assert [v.subject for v in await world.broker.cancel(ids=asked)] == asked
+    ids = [*keys[::-1], "nobody", keys[3]]
+    assert [verdict.subject for verdict in await world.broker.cancel(ids=ids)] == ids
 
 
 @on_node()
@@ -325,6 +327,7 @@ MOMENTS = st.lists(st.tuples(st.integers(0, 9), TURNS), min_size=1, max_size=12)
 
 
 async def wait_turns(turns: int) -> None:
+    """Let the event loop run for so many turns."""
     for _ in range(turns):
         await asyncio.sleep(0)
 
@@ -437,14 +440,14 @@ def test_a_power_cut_during_a_cancel_contradicts_no_answer(cut_after: int) -> No
         await world.start()
         keys = await world.send("a", [SOON_MS, FAR_MS])
         files.crash_at = files.calls + cut_after
-        asking = asyncio.ensure_future(world.cancel(keys))
-        await world.until(lambda: files.cut or asking.done(), "the cut or the answer")
+        cancelling = asyncio.ensure_future(world.cancel(keys))
+        await world.until(lambda: files.cut or cancelling.done(), "the cut or the answer")
         await world.abandon()
         for survival in ("nothing", "everything"):
-            left = World(files.crash(0, survival), replace(world.clock), deepcopy(world.observed))
-            await left.start()
-            assert await faults(left) == []
-            await left.stop()
+            after_cut = World(files.crash(0, survival), replace(world.clock), deepcopy(world.observed))
+            await after_cut.start()
+            assert await faults(after_cut) == []
+            await after_cut.stop()
 
     run(main())
 
@@ -457,13 +460,14 @@ def test_a_cancel_on_a_real_disk_survives_a_restart(tmp_path: Path) -> None:
     columns = {"unique_key": ["x", "y"], "delay_ms": [FAR_MS, FAR_MS]}
     with running_node(tmp_path, clock) as node:
         node.run(node.broker.send(batch(2, **columns)))
-        assert [v.verdict for v in node.run(node.broker.cancel(ids=["x"]))] == ["cancelled"]
+        assert [verdict.verdict for verdict in node.run(node.broker.cancel(ids=["x"]))] == ["cancelled"]
     with running_node(tmp_path, clock) as node:
-        found = node.run(node.broker.cancel(ids=["x", "y", "z"]))
-        assert [v.verdict for v in found] == ["already_cancelled", "cancelled", "not_found"]
+        verdicts = node.run(node.broker.cancel(ids=["x", "y", "z"]))
+        assert [verdict.verdict for verdict in verdicts] == ["already_cancelled", "cancelled", "not_found"]
 
 
 def candidate(subject: str, seq: int) -> Candidate:
+    """A message that was never moved: its version is its number. Due at 70 + seq, accepted at 5 ms."""
     return Candidate(subject, seq, seq, 70 + seq, "orders", f"id{seq}", "k", 5)
 
 
@@ -501,17 +505,20 @@ def test_of_one_name_the_message_settled_now_comes_first_and_then_the_newest() -
     lookup = LookupResult([candidate("a", number) for number in (1, 2, 3, 4)])
     words = {1: "released", 2: "cancelled", 3: "released", 4: "already_cancelled"}
     verdicts = {number: Verdict("", word, number, 5) for number, word in words.items()}
-    assert [v.seq for v in list_verdicts(["a"], lookup, verdicts)] == [2, 4, 3, 1]
+    assert [verdict.seq for verdict in list_verdicts(["a"], lookup, verdicts)] == [2, 4, 3, 1]
 
 
 def test_a_cancel_without_a_time_is_hidden_by_a_newer_message_with_the_id() -> None:
     ids = {1: "x", 2: "x", 3: "y"}  # by number
     lookup = LookupResult(
-        [msgspec.structs.replace(candidate("a", number), unique_key=each) for number, each in ids.items()]
+        [
+            msgspec.structs.replace(candidate("a", number), unique_key=message_id)
+            for number, message_id in ids.items()
+        ]
     )
     times_ms = {1: None, 2: None, 3: 9}
     verdicts = {number: Verdict("", "already_cancelled", number, at_ms) for number, at_ms in times_ms.items()}
-    assert [v.seq for v in list_verdicts(["a"], lookup, verdicts)] == [3, 2]
+    assert [verdict.seq for verdict in list_verdicts(["a"], lookup, verdicts)] == [3, 2]
     # With a time, the log has the CANCEL row of the first message, which therefore is reported, too.
     verdicts[1] = Verdict("", "already_cancelled", 1, 7)
-    assert [v.seq for v in list_verdicts(["a"], lookup, verdicts)] == [3, 2, 1]
+    assert [verdict.seq for verdict in list_verdicts(["a"], lookup, verdicts)] == [3, 2, 1]

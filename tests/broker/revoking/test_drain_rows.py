@@ -28,6 +28,10 @@ PROPERTIES = [
 
 
 def scheduled_rows(properties: list[str | None], kind: Kind = Kind.SCHEDULED) -> pa.RecordBatch:
+    """Scheduled messages as they are read (READ_SCHEMA): the rows 50, 51, … are due at 100, 101, … ms.
+
+    MOVED rows are all versions of message 7.
+    """
     count = len(properties)
     rows = build_rows(
         count, kind=int(kind), topic="orders", queue_id=[3] * count, tag="t", keys="k1 k2",
@@ -42,11 +46,11 @@ def scheduled_rows(properties: list[str | None], kind: Kind = Kind.SCHEDULED) ->
 
 
 def test_a_drain_row_names_the_number_and_the_version_of_its_message() -> None:
-    (plain,) = build_drain_rows(scheduled_rows([None]), "g1", 9).to_pylist()
-    assert (plain["kind"], plain["source_seq"], plain["version_seq"]) == (Kind.CANCEL, 50, None)
-    assert (plain["due_ms"], plain["store_ms"], plain["accepted_ms"]) == (100, 9, 2)
-    (moved,) = build_drain_rows(scheduled_rows([None], Kind.MOVED), "g1", 9).to_pylist()
-    assert (moved["source_seq"], moved["version_seq"], moved["from_due_ms"]) == (7, 50, None)
+    (drain_row,) = build_drain_rows(scheduled_rows([None]), "g1", 9).to_pylist()
+    assert (drain_row["kind"], drain_row["source_seq"], drain_row["version_seq"]) == (Kind.CANCEL, 50, None)
+    assert (drain_row["due_ms"], drain_row["store_ms"], drain_row["accepted_ms"]) == (100, 9, 2)
+    (of_moved,) = build_drain_rows(scheduled_rows([None], Kind.MOVED), "g1", 9).to_pylist()
+    assert (of_moved["source_seq"], of_moved["version_seq"], of_moved["from_due_ms"]) == (7, 50, None)
 
 
 @given(st.lists(st.sampled_from(PROPERTIES), min_size=1, max_size=5), st.integers(0, 300))
@@ -72,13 +76,13 @@ def test_only_the_exact_property_is_a_drain_mark() -> None:
 
 
 def test_a_transfer_without_rows_or_with_other_columns_is_refused() -> None:
-    other = pa.BufferOutputStream()
-    with pa.ipc.new_stream(other, pa.schema([("x", pa.int64())])):
+    other_columns = pa.BufferOutputStream()
+    with pa.ipc.new_stream(other_columns, pa.schema([("x", pa.int64())])):
         pass
-    empty = pa.BufferOutputStream()
-    with pa.ipc.new_stream(empty, SENT):
+    no_rows = pa.BufferOutputStream()
+    with pa.ipc.new_stream(no_rows, SENT):
         pass
-    for data in (b"", b"nothing", other.getvalue().to_pybytes(), empty.getvalue().to_pybytes()):
+    for data in (b"", b"nothing", other_columns.getvalue().to_pybytes(), no_rows.getvalue().to_pybytes()):
         with pytest.raises(InvalidMessage):
             decode_sent(data)
 

@@ -48,6 +48,7 @@ def may_read_nothing(_: str) -> bool:
 
 
 def all_groups(world: World) -> GroupPlaces:
+    """The states in all consumer groups, without a check of permissions."""
     broker = world.broker
     return GroupPlaces(
         broker.consuming.leases,
@@ -59,6 +60,7 @@ def all_groups(world: World) -> GroupPlaces:
 
 
 async def find(world: World, names: Names, may_read: MayRead) -> list[MessagePlace]:
+    """Call `find_message` for a caller who may read the bodies of some topics."""
     broker = world.broker
     return await find_message(
         broker.look_ups,
@@ -93,8 +95,8 @@ async def test_content_is_shown_only_to_callers_who_may_receive_it(world: World,
 async def test_a_cancelled_message_is_found_as_cancelled(world: World, place: Callable) -> None:
     key = await place(world)
     await world.broker.cancel(ids=[key])
-    (found,) = await world.broker.find(key)
-    assert (found.state, found.at_ms, found.by) == ("cancelled", world.clock.wall, None)
+    (message,) = await world.broker.find(key)
+    assert (message.state, message.at_ms, message.by) == ("cancelled", world.clock.wall, None)
 
 
 @on_node()
@@ -104,10 +106,10 @@ async def test_the_account_that_cancelled_a_message_is_reported(world: World) ->
 
     key = (await world.send("a", [FAR_MS]))[0]
     await world.broker.cancel(ids=[key], caller=Account())
-    (found,) = await world.broker.find(key)
-    assert (found.state, found.by) == ("cancelled", "billing")
+    (message,) = await world.broker.find(key)
+    assert (message.state, message.by) == ("cancelled", "billing")
     await world.restart()
-    assert await world.broker.find(key) == [found]
+    assert await world.broker.find(key) == [message]
 
 
 @on_node()
@@ -122,6 +124,7 @@ async def test_messages_with_the_same_id_are_found_newest_first(world: World) ->
 
 
 def bodies_of(places: list[MessagePlace]) -> list[bytes | None]:
+    """The bodies of these messages. None for a message without content."""
     return [None if place.content is None else place.content.body for place in places]
 
 
@@ -145,13 +148,13 @@ async def test_only_the_newest_messages_with_an_id_are_found_and_their_bodies_ar
             due_ms=[None if is_visible else world.clock.wall + FAR_MS] * count,
         )
     )  # fmt: skip
-    found = await world.broker.find("same")
-    assert [place.state for place in found] == ["visible" if is_visible else "waiting"] * 4
-    assert [place.seq for place in found] == sorted((place.seq for place in found), reverse=True)
-    # The bodies have two bytes each, so a third one would exceed the limit of five. The fourth message only tells that
+    places = await world.broker.find("same")
+    assert [place.state for place in places] == ["visible" if is_visible else "waiting"] * 4
+    assert [place.seq for place in places] == sorted((place.seq for place in places), reverse=True)
+    # The bodies have two bytes each, so a third one would exceed the limit of five. The fourth message only shows that
     # there are more than three.
-    assert bodies_of(found) == [b"5.", b"4.", None, None]
-    assert [place.content_cut for place in found] == [False, False, True, True]
+    assert bodies_of(places) == [b"5.", b"4.", None, None]
+    assert [place.content_cut for place in places] == [False, False, True, True]
     hidden = await find(world, Names(["same"]), may_read_nothing)
     assert bodies_of(hidden) == [None] * 4
     assert not any(place.content_cut for place in hidden)

@@ -35,10 +35,10 @@ async def test_a_scan_leaves_out_segments_that_retention_removes_meanwhile(
     first = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
     await world.advance(1_000)
     await remove_all_rows(world)
-    reader, remaining = world.broker.log.reader, world.broker.log.reader.first_seq
-    assert remaining > first
+    reader, first_remaining = world.broker.log.reader, world.broker.log.reader.first_seq
+    assert first_remaining > first
     # `scan` reads `first_seq` just before retention, so its first read of the log fails.
-    first_seqs = iter([first, remaining, remaining])
+    first_seqs = iter([first, first_remaining, first_remaining])
     monkeypatch.setattr(type(reader), "first_seq", property(lambda self: next(first_seqs)))
     assert scan(reader, {first}) == []
     # The log has not changed meanwhile: then the error is no effect of retention.

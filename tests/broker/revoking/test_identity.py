@@ -22,7 +22,7 @@ from timeball.table import merging
 STRATEGIES = ("hour_log", "timer_wheel", "level_cascade")
 # Soon, within the wheel's minute, beyond it, far enough for a file of another hour.
 DELAYS_MS = st.sampled_from([500, 20 * SECOND_MS, 90 * SECOND_MS, HOUR_MS, 5 * HOUR_MS])
-WHICH = st.integers(0, 3)
+WHICH = st.integers(0, 3)  # the index of a message
 BY_ID, BY_NUMBER, BY_HANDLE = range(3)  # how a cancel names its message
 # Steps: their kind, the index of a message, and a time in ms (or, for "cancel", how it names its message).
 STEPS = st.lists(
@@ -73,6 +73,7 @@ class Model:
             await self.settle(what, self.numbers[which], amount)
 
     async def send(self, delay_ms: int) -> None:
+        """Send a message, and add it to the model."""
         key = f"k{len(self.numbers)}"
         sent = await self.world.broker.send(batch(1, unique_key=[key], delay_ms=[delay_ms]))
         self.numbers.append(sent.first_seq)
@@ -109,9 +110,12 @@ class Model:
             self.cancelled.add(number)
         if not self.is_pending(number):
             verdicts = [await broker.cancel(**names) for names in (by_id, by_number)]
-            assert len({(v.verdict, v.seq, v.at_ms) for [v] in verdicts}) == 1, verdicts
+            assert len({(verdict.verdict, verdict.seq, verdict.at_ms) for [verdict] in verdicts}) == 1, (
+                verdicts
+            )
 
     def check(self, verdict: Verdict, number: int, was_pending: bool, success: str) -> None:
+        """Check a verdict: `success` for a message that was pending, otherwise the end that the model knows."""
         assert verdict.seq == number
         ended = "already_cancelled" if number in self.cancelled else "released"
         assert verdict.verdict == (success if was_pending else ended)
@@ -182,7 +186,7 @@ def test_a_message_that_is_moved_back_to_its_first_due_time_is_released_once(
 ) -> None:
     """The outdated first version is in a file and has the due time of the valid third one."""
     monkeypatch.setattr(merging, "FILES_MIN", 1)
-    steps = [each for step in MOVE_AND_BACK for each in (step, (interruption, 0, 0))]
+    steps = [step for move in MOVE_AND_BACK for step in (move, (interruption, 0, 0))]
 
     @on_node()
     async def run(world: World) -> None:
@@ -192,6 +196,7 @@ def test_a_message_that_is_moved_back_to_its_first_due_time_is_released_once(
 
 
 def test_a_recovery_that_forgets_moves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a recovery without the newest versions of moved messages."""
     monkeypatch.setattr(Replayed, "_replay_moves", lambda self, rows: None)
 
     @on_node()
@@ -203,6 +208,7 @@ def test_a_recovery_that_forgets_moves_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_map_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: look-ups that do not know the newest version of a message."""
     monkeypatch.setattr(Moved, "newest", lambda self, number: None)
 
     @on_node(retention_ms=1)
@@ -238,8 +244,8 @@ async def test_a_moved_message_without_id_is_found_after_retention_removed_its_r
     look_ups = world.broker.look_ups
     before = await look_ups.look_up(Names(seqs=[first]))
     await remove_rows_until(world.broker.log.reader.next_seq - 1)
-    [now] = await cancel.recheck_unsettled(look_ups, before.candidates, {})
-    assert now.number == first
-    assert now.at_seq >= world.broker.log.reader.first_seq > before.candidates[0].at_seq
+    [current] = await cancel.recheck_unsettled(look_ups, before.candidates, {})
+    assert current.number == first
+    assert current.at_seq >= world.broker.log.reader.first_seq > before.candidates[0].at_seq
     [verdict] = await world.broker.cancel(seqs=[first])
     assert (verdict.verdict, verdict.seq) == ("cancelled", first)

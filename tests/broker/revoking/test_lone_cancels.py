@@ -17,11 +17,13 @@ from timeball.model.errors import Corrupt
 from timeball.table.key_index import TableKeys
 
 
-async def cancelled(world: World, *ids: str, topic: str | None = None) -> list[list[str]]:
-    """Cancel each id by a request of its own, all of them at once."""
-    verdicts = await asyncio.gather(*(world.broker.cancel(ids=[each], topic=topic) for each in ids))
-    assert [{verdict.subject for verdict in each} for each in verdicts] == [{each} for each in ids]
-    return [[verdict.verdict for verdict in each] for each in verdicts]
+async def cancel_each(world: World, *ids: str, topic: str | None = None) -> list[list[str]]:
+    """Cancel each id by a request of its own, all of them at once. Returns the verdicts of each request."""
+    requests = (world.broker.cancel(ids=[message_id], topic=topic) for message_id in ids)
+    answers = await asyncio.gather(*requests)
+    subjects = [{verdict.subject for verdict in answer} for answer in answers]
+    assert subjects == [{message_id} for message_id in ids]
+    return [[verdict.verdict for verdict in answer] for answer in answers]
 
 
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -43,10 +45,10 @@ def test_cancels_that_arrive_together_share_a_look_up_and_a_commit(monkeypatch: 
     async def work(world: World) -> None:
         ids = await world.send("a", [FAR_MS] * 20)
         commits = world.broker.log.writer.statistics.commits
-        assert await cancelled(world, *ids, "unknown") == [["cancelled"]] * 20 + [["not_found"]]
+        assert await cancel_each(world, *ids, "unknown") == [["cancelled"]] * 20 + [["not_found"]]
         assert counts == [21]
         assert world.broker.log.writer.statistics.commits == commits + 1
-        assert await cancelled(world, *ids) == [["already_cancelled"]] * 20
+        assert await cancel_each(world, *ids) == [["already_cancelled"]] * 20
 
     work()
 
@@ -54,7 +56,7 @@ def test_cancels_that_arrive_together_share_a_look_up_and_a_commit(monkeypatch: 
 @on_node()
 async def test_of_two_simultaneous_cancels_of_an_id_one_cancels_it(world: World) -> None:
     first, second = await world.send("a", [FAR_MS] * 2)
-    verdicts = await cancelled(world, first, second, first)
+    verdicts = await cancel_each(world, first, second, first)
     assert verdicts[1] == ["cancelled"]
     assert sorted([verdicts[0], verdicts[2]]) == [["already_cancelled"], ["cancelled"]]
 
@@ -63,7 +65,7 @@ async def test_of_two_simultaneous_cancels_of_an_id_one_cancels_it(world: World)
 async def test_cancels_that_share_a_look_up_respect_their_own_topic_and_permissions(world: World) -> None:
     (in_a,), (in_b,) = await world.send("a", [FAR_MS]), await world.send("b", [FAR_MS])
     of_topic_a, of_topic_b, only_b_allowed = await asyncio.gather(
-        cancelled(world, in_a, in_b, topic="a"), cancelled(world, in_b, topic="b"),
+        cancel_each(world, in_a, in_b, topic="a"), cancel_each(world, in_b, topic="b"),
         world.broker.lone_cancels.put(in_a, None, ANONYMOUS, lambda topic: topic == "b"),
     )  # fmt: skip
     assert (of_topic_a, of_topic_b) == ([["cancelled"], ["not_found"]], [["cancelled"]])
@@ -78,7 +80,7 @@ def test_a_cancel_of_many_messages_does_not_delay_others(monkeypatch: pytest.Mon
         (one,) = await world.send("a", [FAR_MS])
         await world.broker.send(batch(5, unique_key=["many"] * 5, delay_ms=[FAR_MS] * 5))
         assert await world.broker.lone_cancels.put("many", None, ANONYMOUS, None) is None
-        assert await cancelled(world, "many", one) == [["cancelled"] * 5, ["cancelled"]]
+        assert await cancel_each(world, "many", one) == [["cancelled"] * 5, ["cancelled"]]
 
     work()
 
@@ -95,7 +97,7 @@ def test_a_search_that_fails_refuses_only_its_own_cancel(monkeypatch: pytest.Mon
             return find_keys(self, files, hashes)  # type: ignore[arg-type]
 
         monkeypatch.setattr(TableKeys, "find_keys", broken)
-        assert await cancelled(world, *ids) == [["cancelled"]] * 2
+        assert await cancel_each(world, *ids) == [["cancelled"]] * 2
 
     work()
 
@@ -114,7 +116,8 @@ def test_a_condition_that_cannot_be_read_refuses_only_its_own_cancel(monkeypatch
         monkeypatch.setattr(LookUps, "_read_conditions", broken)
         (after,) = await world.send("b", [FAR_MS])
         verdicts = await asyncio.gather(
-            *(world.broker.cancel(ids=[each]) for each in (covered, after)), return_exceptions=True
+            *(world.broker.cancel(ids=[message_id]) for message_id in (covered, after)),
+            return_exceptions=True,
         )
         assert isinstance(verdicts[0], Corrupt)
         assert not isinstance(verdicts[1], BaseException) and verdicts[1][0].verdict == "cancelled"

@@ -28,8 +28,10 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def look_up_together(world: World, names: list[Names]) -> list[list[tuple[str, int]]]:
     """Look up all names at the same time. Return the (subject, number) pairs that each look-up finds."""
-    lookups = await asyncio.gather(*(world.broker.look_ups.look_up(each) for each in names))
-    return [sorted((c.subject, c.number) for c in each.candidates) for each in lookups]
+    lookups = await asyncio.gather(*map(world.broker.look_ups.look_up, names))
+    return [
+        sorted((candidate.subject, candidate.number) for candidate in lookup.candidates) for lookup in lookups
+    ]
 
 
 def test_simultaneous_look_ups_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,29 +39,29 @@ def test_simultaneous_look_ups_share_a_search(monkeypatch: pytest.MonkeyPatch) -
 
     @on_node()
     async def work(world: World) -> None:
-        filed = await world.bulk("a", [FAR_MS, FAR_MS + 1], 1)
-        logged = await world.send("b", [FAR_MS, FAR_MS])
+        file_ids = await world.bulk("a", [FAR_MS, FAR_MS + 1], 1)
+        log_ids = await world.send("b", [FAR_MS, FAR_MS])
         names = [
-            *(Names(ids=[one]) for one in (*filed, *logged)),
-            Names(keys=[filed[0]]),  # an id of another caller is no key
-            Names(ids=[logged[1], "unknown", filed[1]]),
-            Names(ids=[filed[0], logged[0]], topic="a"),
-            Names(ids=[filed[0], logged[0]], may=lambda topic: topic == "b"),
+            *(Names(ids=[message_id]) for message_id in (*file_ids, *log_ids)),
+            Names(keys=[file_ids[0]]),  # an id of another caller is no key
+            Names(ids=[log_ids[1], "unknown", file_ids[1]]),
+            Names(ids=[file_ids[0], log_ids[0]], topic="a"),
+            Names(ids=[file_ids[0], log_ids[0]], may=lambda topic: topic == "b"),
         ]
-        alone = [(await look_up_together(world, [each]))[0] for each in names]
+        alone = [(await look_up_together(world, [caller_names]))[0] for caller_names in names]
         numbers = [number for [(_, number)] in alone[:4]]
         assert len(set(numbers)) == 4
         assert alone[4:] == [
             [],
-            sorted([(logged[1], numbers[3]), (filed[1], numbers[1])]),
-            [(filed[0], numbers[0])],
-            [(logged[0], numbers[2])],
+            sorted([(log_ids[1], numbers[3]), (file_ids[1], numbers[1])]),
+            [(file_ids[0], numbers[0])],
+            [(log_ids[0], numbers[2])],
         ]
         by_number = [Names(seqs=[number]) for number in numbers]
         counts.clear()
         by_number_results = [[(str(number), number)] for number in numbers]
         assert await look_up_together(world, names + by_number) == alone + by_number_results
-        assert sum(counts) == 12 and len(counts) <= 2, counts
+        assert sum(counts) == 12 and len(counts) <= 2, "8 and 4 callers, in at most two searches"
 
     work()
 
@@ -81,8 +83,8 @@ def test_a_file_that_cannot_be_read_fails_only_the_look_ups_that_need_it(
 ) -> None:
     @on_node()
     async def work(world: World) -> None:
-        [filed] = await world.bulk("a", [FAR_MS], 1)
-        [logged] = await world.send("b", [FAR_MS])
+        [file_id] = await world.bulk("a", [FAR_MS], 1)
+        [log_id] = await world.send("b", [FAR_MS])
         find_keys = TableKeys.find_keys
 
         def find_in_damaged_file(self: TableKeys, live: object, hashes: object) -> object:
@@ -94,12 +96,13 @@ def test_a_file_that_cannot_be_read_fails_only_the_look_ups_that_need_it(
         monkeypatch.setattr(TableKeys, "find_keys", find_in_damaged_file)
         look_up = world.broker.look_ups.look_up
         answers = await asyncio.gather(
-            *(look_up(Names(ids=[one])) for one in (logged, filed, "none", logged)), return_exceptions=True
+            *(look_up(Names(ids=[message_id])) for message_id in (log_id, file_id, "none", log_id)),
+            return_exceptions=True,
         )
         assert [isinstance(answer, TimeballError) for answer in answers] == [False, True, False, False]
         assert isinstance(answers[1], Corrupt)
         monkeypatch.setattr(TableKeys, "find_keys", find_keys)
-        assert len((await look_up(Names(ids=[filed]))).candidates) == 1
+        assert len((await look_up(Names(ids=[file_id]))).candidates) == 1
 
     work()
 
@@ -108,4 +111,4 @@ def test_a_file_that_cannot_be_read_fails_only_the_look_ups_that_need_it(
 async def test_simultaneous_cancels_of_one_message_cancel_it_once(world: World) -> None:
     [filed] = await world.bulk("a", [FAR_MS], 1)
     verdicts = await asyncio.gather(*(world.broker.cancel(ids=[filed]) for _ in range(5)))
-    assert sorted(one.verdict for [one] in verdicts) == [*["already_cancelled"] * 4, "cancelled"]
+    assert sorted(verdict.verdict for [verdict] in verdicts) == [*["already_cancelled"] * 4, "cancelled"]

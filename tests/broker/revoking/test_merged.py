@@ -13,7 +13,7 @@ from timeball.model.answers import HANDED, UNAVAILABLE, VERDICTS, MessagePlace, 
 from timeball.model.errors import Unavailable
 
 SUBJECTS = ("x", "y")
-FOUND = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE, HANDED)]
+FOUND = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAILABLE, HANDED)]  # of a message
 
 
 def of_subject(subject: str) -> st.SearchStrategy[list[Verdict]]:
@@ -37,12 +37,18 @@ def test_merged_verdicts_report_each_message_once_and_missing_answers_first(
     merged = merge_verdicts(SUBJECTS, answers)
     answered = [verdict for verdicts in answers if verdicts is not None for verdict in verdicts]
     is_silent = None in answers
-    assert [v.subject for v in merged] == sorted(v.subject for v in merged), "in the order of SUBJECTS"
+    assert [verdict.subject for verdict in merged] == sorted(verdict.subject for verdict in merged), (
+        "in the order of SUBJECTS"
+    )
     for subject in SUBJECTS:
         of_name = [verdict for verdict in merged if verdict.subject == subject]
-        found = [v for v in answered if v.subject == subject and v.verdict != "not_found"]
+        found = [
+            verdict for verdict in answered if verdict.subject == subject and verdict.verdict != "not_found"
+        ]
         assert of_name, "each name has a verdict"
-        reported = Counter(v for v in of_name if v.verdict not in ("not_found", UNAVAILABLE))
+        reported = Counter(
+            verdict for verdict in of_name if verdict.verdict not in ("not_found", UNAVAILABLE)
+        )
         assert reported == Counter(found), "each message of a group is reported once"
         words = [verdict.verdict for verdict in of_name]
         assert words.count(UNAVAILABLE) == is_silent

@@ -113,7 +113,10 @@ async def test_a_repeated_cancel_after_a_crash_counts_nothing_again(world: World
 @pytest.mark.parametrize("saved", [True, False])
 @on_node()
 async def test_released_messages_do_not_count_as_cancelled_after_a_restart(world: World, saved: bool) -> None:
-    """An earlier version counted all messages as cancelled that were settled before a restart, above the mark."""
+    """An earlier version counted released messages that were due after the schedule's mark as cancelled.
+
+    The mark is the due time before which all messages are settled. `saved`: the restart has a checkpoint.
+    """
     keys, numbers = await attached(world, [SECOND_MS] * 3 + [FAR_MS] * 2)
     assert await said(world, ids=keys[3:4]) == ["cancelled"]
     await world.bulk("a", [0], 2)
@@ -199,7 +202,8 @@ async def test_files_that_a_rewrite_replaces_meanwhile_stay_until_the_cancel_has
     monkeypatch.setattr(ranges, "_cancel", cancel_after_removal)
     before = {f"pending/{entry.path}" for entry in world.broker.scheduling.hour_log.pending.live_entries()}
     assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
-    assert not before & {f"pending/{e.path}" for e in world.broker.scheduling.hour_log.pending.live_entries()}
+    live_entries = world.broker.scheduling.hour_log.pending.live_entries()
+    assert not before & {f"pending/{entry.path}" for entry in live_entries}
     await world.apply_retention()
     assert not any(world.files.exists(name) for name in before)
 
@@ -229,14 +233,14 @@ def test_in_a_race_with_its_release_a_message_is_either_counted_or_delivered(
     @on_node(InTurn)
     async def race(world: World) -> None:
         keys, numbers = await attached(world, delays_ms)
-        moving = asyncio.ensure_future(world.advance(passed_ms))
+        advancing = asyncio.ensure_future(world.advance(passed_ms))
         for _ in range(turns):
             await asyncio.sleep(0)
-        ended = await world.broker.cancel_ranges([numbers])
-        await moving
+        counts = await world.broker.cancel_ranges([numbers])
+        await advancing
         verdicts = await said(world, ids=keys)
-        assert verdicts.count("already_cancelled") == ended.cancelled
-        assert verdicts.count("released") == ended.settled
+        assert verdicts.count("already_cancelled") == counts.cancelled
+        assert verdicts.count("released") == counts.settled
         await world.advance(DAY_MS)
         assert await delivered(world) == sorted(
             key for key, verdict in zip(keys, verdicts, strict=True) if verdict == "released"
@@ -268,7 +272,10 @@ async def test_numbers_that_no_bulk_job_has_attached_are_refused(world: World) -
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=6, unique_by=lambda r: r[0]
+        st.tuples(st.integers(0, 60), st.integers(1, 9)),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda first_and_rows: first_and_rows[0],
     ),
     st.lists(st.integers(0, 80), max_size=30),
 )

@@ -20,7 +20,7 @@ from timeball.model.errors import InvalidMessage, NotFound
 SOON_MS = 2_000
 
 
-async def sent(world: World, delay_ms: int, key: str = "x", topic: str = "a") -> str:
+async def send_for_handle(world: World, delay_ms: int, key: str = "x", topic: str = "a") -> str:
     """Send a message, and return its recall handle."""
     due_ms = world.clock.wall + delay_ms
     await world.broker.send(batch(1, unique_key=[key], due_ms=[due_ms], topic=[topic]))
@@ -37,7 +37,7 @@ async def refused(world: World, handle: str) -> tuple[str, int | None]:
 
 @on_node()
 async def test_a_pending_message_is_recalled_and_a_second_recall_succeeds(world: World) -> None:
-    handle = await sent(world, FAR_MS)
+    handle = await send_for_handle(world, FAR_MS)
     for _ in range(2):
         assert await world.broker.recall("a", handle) == "x"
     await world.advance(HOUR_MS)
@@ -46,15 +46,15 @@ async def test_a_pending_message_is_recalled_and_a_second_recall_succeeds(world:
 
 @on_node()
 async def test_a_message_of_another_topic_with_the_same_id_is_not_recalled(world: World) -> None:
-    mine, _ = await sent(world, FAR_MS), await sent(world, FAR_MS, topic="b")
-    await world.broker.recall("a", mine)
+    handle, _ = await send_for_handle(world, FAR_MS), await send_for_handle(world, FAR_MS, topic="b")
+    await world.broker.recall("a", handle)
     await world.advance(HOUR_MS)
     assert [row.place.topic for row in (await world.outcome()).rows] == ["b"]
 
 
 @on_node()
 async def test_a_message_that_was_moved_to_the_topic_of_the_handle_is_not_recalled(world: World) -> None:
-    await sent(world, FAR_MS, topic="b")
+    await send_for_handle(world, FAR_MS, topic="b")
     move = SelectionFacts(seq=0, at_ms=0, topics=["b"], action="move", to_topic="a")
     await world.broker.selections.select(move, ANONYMOUS)
     await world.broker.create_topic("a", 1)
@@ -66,7 +66,7 @@ async def test_a_message_that_was_moved_to_the_topic_of_the_handle_is_not_recall
 
 @on_node()
 async def test_a_recall_of_a_delivered_message_is_refused(world: World) -> None:
-    handle = await sent(world, SOON_MS)
+    handle = await send_for_handle(world, SOON_MS)
     await world.advance(SOON_MS)
     released_ms = world.clock.wall
     await world.advance(SOON_MS)
@@ -76,7 +76,7 @@ async def test_a_recall_of_a_delivered_message_is_refused(world: World) -> None:
 
 @on_node()
 async def test_a_rescheduled_message_is_found_by_its_old_handle(world: World) -> None:
-    handle = await sent(world, SOON_MS)
+    handle = await send_for_handle(world, SOON_MS)
     await world.broker.reschedule(ids=["x"], delay_ms=HOUR_MS)
     await world.advance(FAR_MS)
     assert await world.broker.recall("a", handle) == "x"
@@ -86,7 +86,7 @@ async def test_a_rescheduled_message_is_found_by_its_old_handle(world: World) ->
 
 @on_node()
 async def test_a_recall_of_a_message_that_was_moved_earlier_and_delivered_is_refused(world: World) -> None:
-    handle = await sent(world, HOUR_MS)
+    handle = await send_for_handle(world, HOUR_MS)
     await world.broker.reschedule(ids=["x"], delay_ms=SOON_MS)
     await world.advance(SOON_MS)
     assert await refused(world, handle) == ("released", world.clock.wall)
@@ -94,7 +94,7 @@ async def test_a_recall_of_a_message_that_was_moved_earlier_and_delivered_is_ref
 
 @on_node()
 async def test_a_recall_of_an_unknown_message_is_refused(world: World) -> None:
-    await sent(world, FAR_MS)
+    await send_for_handle(world, FAR_MS)
     forged = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
     assert await refused(world, forged) == ("not_found", None)
     assert await refused(world, encode_handle("a", "timeball", 5, "nobody")) == ("not_found", None)
@@ -102,18 +102,19 @@ async def test_a_recall_of_an_unknown_message_is_refused(world: World) -> None:
 
 @on_node(retention_ms=1)
 async def test_a_recall_of_a_message_older_than_the_log_is_expired(world: World) -> None:
-    old = await sent(world, SOON_MS)
+    old = await send_for_handle(world, SOON_MS)
     await world.advance(SOON_MS)
     await remove_all_rows(world)
     assert await refused(world, old) == ("expired", None)
-    ahead = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
-    assert await refused(world, ahead) == ("not_found", None)
+    # The log would still contain a message with a later due time.
+    unknown = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
+    assert await refused(world, unknown) == ("not_found", None)
 
 
 @on_node()
 async def test_a_handle_that_is_invalid_or_of_another_topic_or_broker_is_refused(world: World) -> None:
-    handle = await sent(world, FAR_MS)
-    await sent(world, FAR_MS, topic="b")
+    handle = await send_for_handle(world, FAR_MS)
+    await send_for_handle(world, FAR_MS, topic="b")
     for topic, text, sentence in (
         ("a", "@@@", "is invalid"),
         ("b", handle, "another topic"),
@@ -131,6 +132,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters=" "), min_size=1
 
 
 def encoded(text: str | bytes) -> str:
+    """The text of a handle with any content."""
     return base64.urlsafe_b64encode(text.encode() if isinstance(text, str) else text).decode()
 
 

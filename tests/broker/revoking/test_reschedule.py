@@ -95,15 +95,15 @@ async def test_a_move_to_an_earlier_due_time_survives_a_power_failure(
     assert verdict.due_ms == world.clock.wall + 1_000
     image = world.files.crash(survival=survival)
     await world.abandon()
-    left = World(image, world.clock)
-    await left.start()
-    await left.advance(999)
-    assert await delivered(left) == []
-    await left.advance(1)
-    assert await delivered(left) == [key]
-    await left.advance(LATER_MS)
-    assert await delivered(left) == [key]
-    await left.stop()
+    after_cut = World(image, world.clock)
+    await after_cut.start()
+    await after_cut.advance(999)
+    assert await delivered(after_cut) == []
+    await after_cut.advance(1)
+    assert await delivered(after_cut) == [key]
+    await after_cut.advance(LATER_MS)
+    assert await delivered(after_cut) == [key]
+    await after_cut.stop()
 
 
 @on_node()
@@ -159,15 +159,15 @@ async def test_a_few_messages_and_many_are_moved_by_equal_rows(
     await world.advance(LATER_MS)
     rows = await log_rows(world, Kind.MOVED, Kind.RELEASE)
     numbers = {row["source_seq"] for row in rows}
-    assert len(rows) == 6 and len(numbers) == 2
-    own = {"seq", "unique_key", "source_seq", "version_seq", "queue_offset"}
-    few, many = (
-        [{name: row[name] for name in row.keys() - own} for row in rows if row["unique_key"] == name]
-        for name in ids
-    )
-    assert few == many
-    versions = [[row["version_seq"] is None for row in rows if row["unique_key"] == name] for name in ids]
-    assert versions == [[True, False, False]] * 2
+    assert len(rows) == 6 and len(numbers) == 2, "two MOVED rows and a RELEASE row of each message"
+    different = {"seq", "unique_key", "source_seq", "version_seq", "queue_offset"}
+    few, many = ([row for row in rows if row["unique_key"] == message_id] for message_id in ids)
+    equal_columns = few[0].keys() - different
+    assert [{name: row[name] for name in equal_columns} for row in few] == [
+        {name: row[name] for name in equal_columns} for row in many
+    ]
+    for message_rows in (few, many):
+        assert [row["version_seq"] is None for row in message_rows] == [True, False, False]
 
 
 @on_node()
@@ -198,8 +198,8 @@ async def test_messages_are_rescheduled_with_every_strategy(world: World, schedu
     keys = await world.send("a", [12 * 60_000, 12 * 60_000, 5_000, HOUR_MS])
     bulk = await world.bulk("a", [40 * SECOND_MS, 50 * SECOND_MS], 1)
     await move_on(world, 1)
-    moved = await world.broker.reschedule(ids=[keys[0], keys[3]], delay_ms=3 * 60_000)
-    assert [v.verdict for v in moved] == ["rescheduled"] * 2
+    verdicts = await world.broker.reschedule(ids=[keys[0], keys[3]], delay_ms=3 * 60_000)
+    assert [verdict.verdict for verdict in verdicts] == ["rescheduled"] * 2
     assert await said(world, ids=[bulk[0], keys[2]]) == ["released"] * 2
     await move_on(world, 2)
     await world.restart()
@@ -241,8 +241,8 @@ async def test_a_rescheduled_message_is_found_by_all_its_names(world: World, in_
     [verdict] = await world.broker.cancel(seqs=[first])
     assert (verdict.subject, verdict.verdict, verdict.seq) == (str(first), "cancelled", first)
     for names in all_names:
-        found = await world.broker.cancel(**names)
-        assert [(v.verdict, v.seq) for v in found] == [("already_cancelled", first)]
+        [verdict] = await world.broker.cancel(**names)
+        assert (verdict.verdict, verdict.seq) == ("already_cancelled", first)
     await world.advance(2 * LATER_MS)
     assert await delivered(world) == []
 
@@ -253,7 +253,8 @@ async def test_a_message_without_id_and_keys_keeps_its_number_when_it_is_moved(w
     for delay_ms in (HOUR_MS, LATER_MS):
         [verdict] = await world.broker.reschedule(seqs=[first], delay_ms=delay_ms)
         assert (verdict.verdict, verdict.seq) == ("rescheduled", first)
-    assert [(v.verdict, v.seq) for v in await world.broker.cancel(seqs=[first])] == [("cancelled", first)]
+    [verdict] = await world.broker.cancel(seqs=[first])
+    assert (verdict.verdict, verdict.seq) == ("cancelled", first)
     assert await said(world, seqs=[first]) == ["already_cancelled"]
 
 
@@ -264,9 +265,10 @@ async def test_a_moved_message_is_found_by_id_after_retention_removed_its_moved_
     [moved] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
     await remove_all_rows(world)
     assert world.broker.log.reader.first_seq > moved.seq
-    again = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
-    assert [v.verdict for v in again] == ["rescheduled"]
-    assert [(v.verdict, v.seq) for v in await world.broker.cancel(ids=[key])] == [("cancelled", again[0].seq)]
+    [again] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
+    assert again.verdict == "rescheduled"
+    [verdict] = await world.broker.cancel(ids=[key])
+    assert (verdict.verdict, verdict.seq) == ("cancelled", again.seq)
     await world.advance(2 * LATER_MS)
     assert key not in await delivered(world)
 
@@ -304,7 +306,7 @@ async def test_a_number_finds_a_moved_message_after_retention_and_a_restart(worl
     await world.restart()
     assert await said(world, seqs=[3]) == ["already_cancelled"]
     verdicts = await world.broker.reschedule(seqs=[2, without_id], delay_ms=3 * LATER_MS)
-    assert [v.verdict for v in verdicts] == ["rescheduled"] * 2
+    assert [verdict.verdict for verdict in verdicts] == ["rescheduled"] * 2
     await world.advance(LATER_MS)
     await world.send("a", [1_500])
     await world.advance(1_500)  # the first due times have passed
@@ -334,8 +336,8 @@ async def test_a_message_that_a_large_request_names_twice_is_moved_once(world: W
     keys = await world.send("a", [FAR_MS] * (2 * SLICE_ROWS + 5))
     names = [*keys[::-1], keys[3], "nobody"]
     verdicts = await world.broker.reschedule(ids=names, delay_ms=LATER_MS)
-    assert [v.subject for v in verdicts] == names
-    assert [v.verdict for v in verdicts] == [*["rescheduled"] * (len(keys) + 1), "not_found"]
+    assert [verdict.subject for verdict in verdicts] == names
+    assert [verdict.verdict for verdict in verdicts] == [*["rescheduled"] * (len(keys) + 1), "not_found"]
     assert verdicts[-2].seq == verdicts[len(keys) - 4].seq
     assert len(await log_rows(world, Kind.MOVED)) == len(keys) and not await log_rows(world, Kind.CANCEL)
     await world.advance(FAR_MS)
@@ -453,7 +455,7 @@ async def race(
         world.clock.advance(SOON_MS)
         world.broker.ticker.wake()
 
-    await asyncio.gather(become_due(), *(act(*each) for each in acts))
+    await asyncio.gather(become_due(), *(act(index, turns, what) for index, turns, what in acts))
     await world.advance(1)
     return keys
 
@@ -585,13 +587,13 @@ def test_a_power_cut_during_a_move_leaves_all_messages_at_their_old_due_times() 
 
     async def main() -> None:
         for image, kinds in (images[0], images[len(images) // 2], images[-2], images[-1]):
-            left = World(image, ManualClock())
-            await left.start()
-            await left.advance(FAR_MS)
-            assert len(await delivered(left)) == (3 if kinds == WAITING else 1)
-            await left.advance(HOUR_MS)
-            assert len(await delivered(left)) == 3
-            await left.stop()
+            after_cut = World(image, ManualClock())
+            await after_cut.start()
+            await after_cut.advance(FAR_MS)
+            assert len(await delivered(after_cut)) == (3 if kinds == WAITING else 1)
+            await after_cut.advance(HOUR_MS)
+            assert len(await delivered(after_cut)) == 3
+            await after_cut.stop()
 
     run(main())
 

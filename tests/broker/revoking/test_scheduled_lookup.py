@@ -66,22 +66,23 @@ async def test_a_caller_gets_only_the_ends_of_its_own_messages(world: World) -> 
             batch(3, topic=[topic] * 3, keys=["shared"] * 3, due_ms=[world.clock.wall + HOUR_MS] * 3)
         )
     await world.broker.cancel(keys=["shared"])
-    every = look_up(world, keys=["shared"])
-    mine = look_up(world, keys=["shared"], topic="mine")
-    hidden = look_up(world, keys=["shared"], may=lambda topic: topic == "mine")
-    assert len(every.settled) == 6
-    assert mine.settled.keys() == hidden.settled.keys() == {one.number for one in mine.candidates}
-    assert len(mine.candidates) == 3
+    of_all_topics = look_up(world, keys=["shared"])
+    of_one_topic = look_up(world, keys=["shared"], topic="mine")
+    of_allowed_topics = look_up(world, keys=["shared"], may=lambda topic: topic == "mine")
+    assert len(of_all_topics.settled) == 6
+    numbers = {candidate.number for candidate in of_one_topic.candidates}
+    assert of_one_topic.settled.keys() == of_allowed_topics.settled.keys() == numbers
+    assert len(numbers) == 3
 
 
 @on_node()
 async def test_rows_with_large_bodies_are_not_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await world.broker.send(batch(8, keys=["shared"] * 8, due_ms=[world.clock.wall + HOUR_MS] * 8))
-    few = look_up(world, keys=["shared"])
+    with_rows = look_up(world, keys=["shared"]).candidates
     monkeypatch.setattr(log_reader, "VALUES_BYTES_MAX", 8)
-    many = look_up(world, keys=["shared"])
-    assert len(many.candidates) == 8 and all(found.row is None for found in many.candidates)
-    assert [msgspec.structs.replace(found, row=None) for found in few.candidates] == many.candidates
+    without_rows = look_up(world, keys=["shared"]).candidates
+    assert len(without_rows) == 8 and all(candidate.row is None for candidate in without_rows)
+    assert [msgspec.structs.replace(candidate, row=None) for candidate in with_rows] == without_rows
 
 
 @on_node()
@@ -89,22 +90,21 @@ async def test_a_message_in_the_log_and_in_a_file_is_one_candidate(world: World)
     """Compaction copies a row before retention removes it from the log."""
     [key] = await world.send("a", [FAR_MS])
     await world.compact()
-    by_id, by_seq = look_up(world, ids=[key]).candidates, look_up(world, seqs=[2]).candidates
-    assert [(c.seq, c.in_table, c.at_seq, c.accepted_ms) for c in by_id] == [(2, True, 2, world.clock.wall)]
-    assert [(c.seq, c.in_table, c.at_seq, c.accepted_ms) for c in by_seq] == [(2, True, 2, world.clock.wall)]
+    for lookup in (look_up(world, ids=[key]), look_up(world, seqs=[2])):
+        [candidate] = lookup.candidates
+        assert (candidate.seq, candidate.in_table, candidate.at_seq) == (2, True, 2)
+        assert candidate.accepted_ms == world.clock.wall
 
 
 @on_node()
 async def test_rows_are_read_from_the_log_and_from_files(world: World) -> None:
-    filed = await world.bulk("a", [FAR_MS, 2 * FAR_MS, FAR_MS + 1], 1)
-    logged = await world.send("a", [FAR_MS, FAR_MS])
-    found = look_up(world, ids=[*filed, *logged]).candidates
-    assert {c.in_table for c in found} == {True, False}
-    assert sorted(bodies(world, found).values()) == sorted(
-        world.observed.sent[key].body for key in filed + logged
-    )
-    unknown = Candidate("x", 1 << 40, 1 << 40, found[0].due_ms, "a", None, None, 0, in_table=True)
-    assert bodies(world, [found[0], unknown]).keys() == {found[0].seq}
+    ids = [*await world.bulk("a", [FAR_MS, 2 * FAR_MS, FAR_MS + 1], 1), *await world.send("a", [FAR_MS] * 2)]
+    candidates = look_up(world, ids=ids).candidates
+    assert {candidate.in_table for candidate in candidates} == {True, False}
+    assert sorted(bodies(world, candidates).values()) == sorted(world.observed.sent[key].body for key in ids)
+    first = candidates[0]
+    unknown = Candidate("x", 1 << 40, 1 << 40, first.due_ms, "a", None, None, 0, in_table=True)
+    assert bodies(world, [first, unknown]).keys() == {first.seq}
     assert bodies(world, []) == {}
 
 
@@ -114,11 +114,11 @@ async def test_only_a_thorough_look_up_finds_the_end_of_a_message_without_id(wor
     await world.broker.cancel(seqs=[first + 1])
     await world.advance(1_000)
     assert look_up(world, seqs=[first, first + 1]).settled == {}
-    found = look_up(world, thorough=True, seqs=[first, first + 1, first + 2])
-    assert {seq: ended.verdict for seq, ended in found.settled.items()} == {
+    settled = look_up(world, thorough=True, seqs=[first, first + 1, first + 2]).settled
+    assert {seq: end.verdict for seq, end in settled.items()} == {
         first: "released", first + 1: "already_cancelled",
     }  # fmt: skip
-    assert found.settled[first].at_ms == world.clock.wall
+    assert settled[first].at_ms == world.clock.wall
 
 
 @on_node()
@@ -126,8 +126,9 @@ async def test_a_released_message_of_a_bulk_job_is_found_by_number_without_its_f
     [key] = await world.bulk("a", [1_000], 1)
     seq = look_up(world, ids=[key]).candidates[0].seq
     await world.advance(1_000)
-    found = look_up(world, live=FileSet([]), seqs=[seq])
-    assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
+    lookup = look_up(world, live=FileSet([]), seqs=[seq])
+    assert [candidate.seq for candidate in lookup.candidates] == [seq]
+    assert lookup.settled[seq].verdict == "released"
     # A reserved number, which no message has yet.
     assert look_up(world, seqs=[await world.broker.reserve(3)]) == LookupResult()
 
@@ -140,12 +141,15 @@ async def test_a_redelivery_is_found_only_by_its_topic_or_number(world: World) -
     topics = ["orders", "%RETRY%billing", "%DLQ%billing", "%RETRY%billing_orders"]
     names = {"unique_key": ["x"] * 4, "keys": ["k"] * 4, "topic": topics}
     first = (await world.broker.send(batch(4, due_ms=[world.clock.wall + HOUR_MS] * 4, **names))).first_seq
-    for lookup in (look_up(world, ids=["x"]), look_up(world, keys=["k"])):
-        assert [c.topic for c in lookup.candidates] == ["orders"]
-    assert [c.topic for c in look_up(world, ids=["x"], topic=topics[1]).candidates] == [topics[1]]
-    assert [c.topic for c in look_up(world, seqs=[first + 2]).candidates] == [topics[2]]
+
+    def topics_of(**named: object) -> list[str]:
+        return [candidate.topic for candidate in look_up(world, **named).candidates]
+
+    assert topics_of(ids=["x"]) == topics_of(keys=["k"]) == ["orders"]
+    assert topics_of(ids=["x"], topic=topics[1]) == [topics[1]]
+    assert topics_of(seqs=[first + 2]) == [topics[2]]
     await world.compact()
-    assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
+    assert topics_of(ids=["x"]) == ["orders"]
 
 
 @on_node()
@@ -153,7 +157,7 @@ async def test_a_redelivery_with_a_delay_level_is_not_found_by_its_id(world: Wor
     world.broker.tables.groups.ensure("billing")
     levels = {"topic": ["orders", "%RETRY%billing"], "unique_key": ["x", "x"]}
     await world.broker.send(batch(2, delay_level=np.array([5, 5], dtype=np.int32), **levels))
-    assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
+    assert [candidate.topic for candidate in look_up(world, ids=["x"]).candidates] == ["orders"]
 
 
 @pytest.mark.parametrize("kind", [Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL])

@@ -25,9 +25,10 @@ async def test_states_of_more_numbers_than_one_look_up_takes_are_in_their_order(
     waiting, released, cancelled, immediate, past_due = first + 4, first, first + 1, first + 2, first + 3
     numbers = [waiting, released, cancelled, immediate, past_due]
     states = await world.broker.sent_states(numbers)
-    assert [each.state for each in states] == ["waiting", "visible", "cancelled", "visible", "visible"]
-    assert [each.due_ms for each in states[:3]] == [now_ms + 3 * HOUR_MS, now_ms + HOUR_MS, now_ms + HOUR_MS]
-    assert [each.is_settled for each in states] == [False, True, True, True, True]
+    assert [state.state for state in states] == ["waiting", "visible", "cancelled", "visible", "visible"]
+    due_times_ms = [state.due_ms for state in states]
+    assert due_times_ms[:3] == [now_ms + 3 * HOUR_MS, now_ms + HOUR_MS, now_ms + HOUR_MS]
+    assert [state.is_settled for state in states] == [False, True, True, True, True]
 
 
 @on_node(segment_bytes=1024 * 1024, retention_ms=60_000)

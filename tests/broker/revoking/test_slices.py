@@ -53,19 +53,22 @@ def note_slices(monkeypatch: pytest.MonkeyPatch, method: str, note: Callable[[in
 
 
 async def cancel_all(world: World) -> list[str]:
+    """Cancel the messages with the key. Returns the verdicts."""
     return [verdict.verdict for verdict in await world.broker.cancel(keys=["campaign"])]
 
 
 async def move_all(world: World) -> list[str]:
-    moved = await world.broker.reschedule(keys=["campaign"], delay_ms=2 * FAR_MS)
-    return [verdict.verdict for verdict in moved]
+    """Reschedule the messages with the key. Returns the verdicts."""
+    verdicts = await world.broker.reschedule(keys=["campaign"], delay_ms=2 * FAR_MS)
+    return [verdict.verdict for verdict in verdicts]
 
 
 async def in_log(world: World) -> None:
-    pass
+    """Leave the messages in the log."""
 
 
 async def in_files(world: World) -> None:
+    """Move the messages to files of the table."""
     await world.compact()
 
 
@@ -135,6 +138,7 @@ def test_no_turn_of_the_loop_evaluates_many_rules(
 
 
 def test_a_request_that_settles_all_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a slice of any number of messages."""
     monkeypatch.setattr(threads, "SLICE_ROWS", 1 << 30)
 
     @on_node()

@@ -87,8 +87,8 @@ class Client:
         try:
             accepted = await asyncio.wait_for(future, 60)
         except AlreadyPending as error:
-            found = UniqueMessage(error.id, error.seq, error.due_ms)
-            return Answer("rejected", 0, found, put_seq, writer.next_seq)
+            pending = UniqueMessage(error.id, error.seq, error.due_ms)
+            return Answer("rejected", 0, pending, put_seq, writer.next_seq)
         sent = accepted.sent
         assert sent is not None
         return Answer(sent.outcome, accepted.first_seq, sent.pending, put_seq, writer.next_seq)
@@ -181,6 +181,7 @@ async def race(world: World, seed: int, clients: int, end_s: float, sends_max: i
                 await world.broker.reschedule(keys=[f"unique:{key}"], delay_ms=2 * HOUR_MS)
 
     async def pass_time(senders: asyncio.Future[Any]) -> None:
+        """Advance the clock by 1 ms in each turn of the loop, so that messages become due during the race."""
         while not senders.done():
             world.clock.advance(1)
             world.broker.ticker.wake()
@@ -407,9 +408,8 @@ async def test_a_message_from_a_drained_group_is_pending_for_its_key(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     client = Client(one)
-    await client.send(
-        "a", "reject", due_ms=[None]
-    )  # from here on the broker has an entry for the key in memory
+    # From here on, the broker has an entry for the key in memory.
+    await client.send("a", "reject", due_ms=[None])
     rows = scheduled_rows([None])
     rows = with_column(rows, "keys", pa.array(["unique:a"]))
     rows = with_column(rows, "due_ms", pa.array([one.clock.wall + HOUR_MS]))
@@ -487,46 +487,46 @@ async def test_an_undo_makes_the_message_pending_for_its_key_again(world: World)
 # ---- power cuts --------------------------------------------------------------------------------------------------
 
 
-def found_after(crash_at: int | None, seed: int) -> tuple[int, list[str]]:
+def faults_after_cut(crash_at: int | None, seed: int) -> tuple[int, list[str]]:
     """Replace a message again and again until the power is cut.
 
     `crash_at`: the call of the file system at which that happens. None: never. Returns the number of calls, and the
     faults after a restart.
     """
     files = CutFiles(crash_at=crash_at)
-    world, answered = World(files, ManualClock()), list[Answer]()
+    world, answers = World(files, ManualClock()), list[Answer]()
 
     async def live() -> None:
         await world.start()
         client = Client(world)
         for _ in range(4):
-            answered.append(await client.send("a", "replace"))
+            answers.append(await client.send("a", "replace"))
         await world.stop()
 
-    async def after(left: CrashFiles) -> list[str]:
-        again = World(left, ManualClock(), world.observed)
-        await again.start()
-        faults = faults_in(lives_in(again), [("a", answer) for answer in answered])
-        kept = await Client(again).send("a", "keep") if answered else None
-        if kept is not None and (kept.outcome != "kept" or kept.seq < answered[-1].seq):
-            faults.append(f"{answered[-1]} was answered, and then {kept}")
-        await again.stop()
+    async def check_after_cut(image: CrashFiles) -> list[str]:
+        after_cut = World(image, ManualClock(), world.observed)
+        await after_cut.start()
+        faults = faults_in(lives_in(after_cut), [("a", answer) for answer in answers])
+        kept = await Client(after_cut).send("a", "keep") if answers else None
+        if kept is not None and (kept.outcome != "kept" or kept.seq < answers[-1].seq):
+            faults.append(f"{answers[-1]} was answered, and then {kept}")
+        await after_cut.stop()
         return faults
 
     with suppress(asyncio.CancelledError):
         run(until_cut(world, files, live))
-    return files.calls, run(after(files.crash(seed, "random")))
+    return files.calls, run(check_after_cut(files.crash(seed, "random")))
 
 
 def test_after_a_power_cut_one_message_is_pending() -> None:
-    calls, faults = found_after(None, 1)
+    calls, faults = faults_after_cut(None, 1)
     assert faults == []
     for call in sorted(np.random.default_rng(1).choice(np.arange(1, calls + 1), 10, replace=False).tolist()):
-        assert found_after(call, call)[1] == [], f"call {call} of {calls}"
+        assert faults_after_cut(call, call)[1] == [], f"call {call} of {calls}"
 
 
 @pytest.mark.slow
 def test_after_any_power_cut_one_message_is_pending() -> None:
-    calls, _ = found_after(None, 1)
+    calls, _ = faults_after_cut(None, 1)
     for call in range(1, calls + 1):
-        assert found_after(call, call)[1] == [], f"call {call} of {calls}"
+        assert faults_after_cut(call, call)[1] == [], f"call {call} of {calls}"
