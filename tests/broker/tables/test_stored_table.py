@@ -67,7 +67,10 @@ class World:
     data: Path
 
     def attach(self, name: str, *delays_ms: int) -> None:
-        """Let another writer put one file of scheduled messages there, and attach it."""
+        """Let another writer put a file of messages of the topic `name` into the store, and attach it.
+
+        Their ids are name0, name1, …
+        """
         with Endpoint(self.node.endpoint) as broker:
             attach(broker, [self.clock.wall + delay for delay in delays_ms], topic=name, job_id=name)
 
@@ -78,9 +81,11 @@ class World:
         return str(name)
 
     def compact(self) -> None:
+        """Move the scheduled messages from the log to the table."""
         self.node.run(self.node.broker.mover.compact())
 
     def visible(self, topic: str) -> int:
+        """The number of visible messages in a topic."""
         with self.node.client() as ball:
             return visible(ball, topic)
 
@@ -97,12 +102,14 @@ class World:
         return self.node.run(read_status())
 
     def copies(self) -> list[Path]:
+        """The local copies of data files."""
         return list((self.data / FOLDER).glob("bucket=*/*.parquet"))
 
     def store_bytes(self, path: str) -> bytes:
         return bytes(ObjectStore(self.uri).map_readonly(f"{FOLDER}/{path}"))
 
     def is_away(self) -> bool:
+        """Check whether the status shows a problem with the store."""
         return bool(self.table()["problem"])
 
     def restart(self, **settings: Any) -> None:
@@ -165,7 +172,7 @@ def test_a_file_of_another_writer_is_compared_by_its_footer_and_copied_when_it_i
         assert world.cancel(f"far{day}0") == "cancelled"
     names = [path.parent.name for path in world.copies()]
     assert len(names) == 2 and any("T" in name for name in names), (
-        "one of messages due within hours, and the one used last"
+        "the copy with messages due soon, and the copy that was used last"
     )
 
 
@@ -248,7 +255,7 @@ def test_a_store_that_is_not_asked_ahead_is_noticed(world: World, monkeypatch: p
     assert world.node.broker.scheduling.scheduler.settled_before_ms <= world.clock.wall - 1_000
     world.store.heal()
     world.clock.advance(1)
-    eventually(lambda: world.visible("soon") == 100, "they are released when the store answers again")
+    eventually(lambda: world.visible("soon") == 100, "the messages are released when the store answers again")
 
 
 def test_a_restart_while_the_store_does_not_answer_loses_and_doubles_no_message(world: World) -> None:
@@ -286,8 +293,11 @@ def test_a_start_is_refused_with_a_store_of_another_broker_or_one_that_does_not_
 def test_the_second_of_two_brokers_that_opened_the_same_empty_table_stops(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attaches: bool
 ) -> None:
-    """It must not count commits of the other as its own. Its messages stay in its log. The other broker continues."""
-    # So that the duties of the node do not find the commit first.
+    """It must not count commits of the first broker as its own. Its messages stay in its log. The first one continues.
+
+    `attaches`: the second broker finds the commit by an attach, otherwise by a check.
+    """
+    # So that the periodic task of the node does not find the commit first.
     monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)
     other = RunningNode(tmp_path / "other", world.clock, table=world.uri, compact_rows=0)
     other.start()
@@ -318,8 +328,8 @@ def test_the_second_of_two_brokers_that_opened_the_same_empty_table_stops(
 def test_a_row_number_in_a_commit_of_another_broker_does_not_count_as_committed(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit has no files, so it does not yet show that the table is shared. The own file must be committed."""
-    # So that the duties of the node do not find the commit first.
+    """The commit has no files, so it does not show yet that the table is shared. The file of `world` is committed."""
+    # So that the periodic task of the node does not find the commit first.
     monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", HOUR_MS)
     other = RunningNode(tmp_path / "other", world.clock, table=world.uri, compact_rows=0)
     other.start()
@@ -351,9 +361,9 @@ def refusal_of(node: RunningNode) -> str:
 def begin(world: World, work: Coroutine[Any, Any, T]) -> Future[T]:
     """Begin a call that needs the store. Return when it waits for an answer."""
     before = world.store.hanging
-    begun = asyncio.run_coroutine_threadsafe(work, world.node.loop)
+    result = asyncio.run_coroutine_threadsafe(work, world.node.loop)
     eventually(lambda: world.store.hanging > before, "a request hangs")
-    return begun
+    return result
 
 
 def test_only_calls_that_need_the_store_wait_for_a_silent_one(
@@ -370,7 +380,7 @@ def test_only_calls_that_need_the_store_wait_for_a_silent_one(
         commit = begin(world, broker.mover.compact())
         world.store.go_away("silent")
         look_up = begin(world, broker.cancel(ids=["far3"]))
-        # Neither gets an answer while the lines below run.
+        # Neither call gets an answer while the lines below run.
         world.clock.advance(SOON_MS)
         eventually(lambda: world.visible("soon") == 100 and world.visible("in-log") == 1, "all are released")
         assert ball.send("orders", "x").seq
@@ -418,6 +428,7 @@ def test_a_call_that_needs_a_silent_store_fails_in_time(
 # ---- a store with faults ---------------------------------------------------------------------------
 
 
+# A fault, the method and a part of the path of the requests that have it, and their number.
 FAULTS = [
     ("unavailable", "PUT", "_delta_log", 20),  # longer than delta-rs waits
     ("lost_answer", "PUT", "_delta_log", 1),
@@ -495,7 +506,7 @@ def test_a_damaged_file_in_the_store_delays_only_its_own_messages(world: World) 
     eventually(lambda: world.visible("whole") == 1, "the message of the other file is released")
     eventually(lambda: world.table()["missing_files"] == 1, "the status shows the file")
     store.put(name, content)
-    eventually(lambda: world.visible("damaged") == 1, "it is released when the file is restored")
+    eventually(lambda: world.visible("damaged") == 1, "its message is released when the file is restored")
 
 
 # ---- another program changes the table ------------------------------------------------------------------------------
@@ -506,6 +517,7 @@ def delta(world: World) -> DeltaTable:
 
 
 def vacuum(table: DeltaTable) -> None:
+    """Delete all files that this version of the table does not contain, as another program may do."""
     table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False, full=True)
 
 
@@ -536,6 +548,7 @@ def test_files_optimized_by_another_program_stay_live(world: World, stage: str) 
 
 
 async def vacuum_in_broker(world: World) -> int:
+    """Run the broker's own vacuum now. Returns the number of deleted files."""
     return await in_thread(
         world.node.broker.threads.table, world.node.broker.pending_table.catalog._vacuum, 0
     )

@@ -60,8 +60,9 @@ def delta_seqs(world: World) -> list[int]:
 async def test_reserved_numbers_are_not_reused_even_after_a_restart(world: World) -> None:
     await world.send("a", [None])
     first, second = await asyncio.gather(world.broker.reserve(10), world.broker.reserve(5))
-    assert (first, second) == (4, 15)  # each after the row of its reservation
-    assert (await world.broker.send(batch(1))).first_seq == 21  # its topic is 20
+    # Rows 1 and 2 are topic "a" and its message. Rows 3 and 14 are the reservations.
+    assert (first, second) == (4, 15)
+    assert (await world.broker.send(batch(1))).first_seq == 21  # row 20 is its topic
     await world.restart()
     assert world.broker.attach_state.reserved == {4: 10, 15: 5}
     assert (await world.broker.send(batch(1))).first_seq == 22
@@ -80,9 +81,8 @@ async def test_rows_that_were_due_before_their_attach_are_not_late(world: World)
     await world.until(lambda: world.broker.lateness.released == 3, "all are released")
     assert world.broker.lateness.max_ms == 0
     end_seq = world.broker.log.reader.next_seq
-    logged = [row for part in world.broker.read_log(1, end_seq) for row in part.to_pylist()]
-    released = [row for row in logged if row["kind"] == Kind.RELEASE]
-    assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}
+    rows = [row for part in world.broker.read_log(1, end_seq, [Kind.RELEASE]) for row in part.to_pylist()]
+    assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in rows} == {0}
 
 
 @on_node()
@@ -108,7 +108,7 @@ async def test_messages_of_a_bulk_attach_are_in_the_table_and_released_when_due(
 
 @on_node()
 async def test_a_repeated_attach_changes_nothing(world: World) -> None:
-    """A job may repeat it at the same time, or after a restart."""
+    """A job may repeat an attach at the same time, or after a restart."""
     change = await prepare_bulk(world, 3)
     answers = await asyncio.gather(*(world.broker.attach(change) for _ in range(3)))
     assert [answer.repeated for answer in answers] == [False, True, True]
@@ -156,11 +156,11 @@ async def test_a_compact_with_a_wrong_begin_is_refused_with_the_watermark(world:
 @on_node()
 async def test_an_attach_is_completed_when_its_caller_disconnects(world: World) -> None:
     change = await prepare_bulk(world, 3)
-    asking = asyncio.ensure_future(world.broker.attach(change))
+    caller = asyncio.ensure_future(world.broker.attach(change))
     await asyncio.sleep(0)
-    asking.cancel()
+    caller.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asking
+        await caller
     assert (await world.broker.attach(change)).repeated
     assert len(in_table(world)) == len(delta_seqs(world)) == 3
 
@@ -170,13 +170,14 @@ async def test_an_attach_is_completed_when_its_caller_disconnects(world: World) 
 async def test_a_disk_failure_during_an_attach_stops_the_broker_or_refuses_the_attach(
     world: World, call: int
 ) -> None:
-    """A broker never continues with a log and a table that differ."""
+    """A broker never continues with a log and a table that differ. `call`: the call to the disk that fails."""
     change = await prepare_bulk(world, 3)
     before = world.files.calls
     world.files.fail_at(before + call, DiskFailed("the disk is gone"))
     try:
         await world.broker.attach(change)
-        assert world.files.calls - before < call, "every call up to here was needed"
+        # The attach makes fewer calls, so no call has failed.
+        assert world.files.calls - before < call
         return
     except Exception as error:
         assert "disk is gone" in str(error) or "has stopped" in str(error)
@@ -187,13 +188,13 @@ async def test_a_disk_failure_during_an_attach_stops_the_broker_or_refuses_the_a
     ]
     logged_attaches = [change for change in changes if isinstance(change, Attachment)]
     assert world.failure is not None or not logged_attaches
-    image = world.files.crash(survival="everything")
-    left = World(image, world.clock)
-    await left.start()
-    repeated = (await left.broker.attach(change)).repeated
-    assert repeated or not logged_attaches  # a row that was being written may have come through
-    assert len(in_table(left)) == len(delta_seqs(left)) == 3
-    await left.stop()
+    after_failure = World(world.files.crash(survival="everything"), world.clock)
+    await after_failure.start()
+    repeated = (await after_failure.broker.attach(change)).repeated
+    # Without a row that the reader shows, the row may be on the disk all the same.
+    assert repeated or not logged_attaches
+    assert len(in_table(after_failure)) == len(delta_seqs(after_failure)) == 3
+    await after_failure.stop()
 
 
 def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[None]]) -> ExitStack:
@@ -215,7 +216,7 @@ def fails_in_delta(world: World, failing: Callable[[], AbstractContextManager[No
 async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
     world: World, failing: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The log contains the attach, the table does not: a checkpoint must not count the attach as done."""
+    """The log contains the attach, and the table does not. A checkpoint must not count the attach as done."""
     await world.send("a", [FAR_MS, FAR_MS, HOUR_MS])
     with fails_in_delta(world, failing), pytest.raises(DiskFailed, match="pending/_delta_log") as raised:
         await world.compact()
@@ -305,7 +306,7 @@ async def test_overlapping_changes_of_the_table_lose_and_double_no_message(
         else:
             await getattr(world, verb)()
 
-    # Bulk epochs must come in order, as those of one job do.
+    # The attaches of one bulk job must have ascending epochs, so each has the number of its step.
     await asyncio.gather(*(later(number, verb) for number, verb in enumerate(verbs)))
     assert sorted(row["seq"] for row in in_table(world)) == delta_seqs(world)
     await world.restart()

@@ -42,11 +42,13 @@ def uri_of(world: World) -> str:
 
 
 async def watch(world: World) -> None:
+    """Run the periodic check of the table now."""
     assert world.node is not None
     await world.node.maintenance.watch.watch_table()
 
 
 def live_seqs(world: World) -> list[int]:
+    """The numbers of all rows in the files that the schedule uses."""
     files = world.broker.scheduling.hour_log.pending.all()
     parts = [file.positions_between((0, 0), (1 << 62, 0))[1].tolist() for file in files]
     return sorted(seq for part in parts for seq in part)
@@ -127,7 +129,7 @@ STAGES: dict[str, Stage] = {
         before_a_restart, before_a_kill, after_a_kill, twice,
     )
 }  # fmt: skip
-# Of all others, which take minutes, CI runs a fifth: each operation at two stages.
+# Of all other pairs, which take minutes, CI runs a fifth: each operation at two stages.
 FAST = {
     ("OPTIMIZE", "while it runs"), ("OPTIMIZE and VACUUM", "while it runs"), ("ADD COLUMN", "while it runs"),
     ("DELETE and VACUUM", "before a release"), ("DELETE and VACUUM", "after a kill"), ("VACUUM", "within an attach"),
@@ -136,6 +138,7 @@ FAST = {
 
 
 def cases() -> list[object]:
+    """The operations and stages of this run. Those that are not in FAST are slow."""
     return [
         pytest.param(
             operation, stage, id=f"{operation}, {stage}",
@@ -148,6 +151,7 @@ def cases() -> list[object]:
 
 
 async def _check_operation(world: RealWorld, operation: Operation, stage: Stage) -> None:
+    """Let another program change the table at a stage, and check that no message is lost, doubled or early."""
     for _ in range(2):
         await world.send("a", DELAYS)
         await world.compact()
@@ -177,6 +181,8 @@ async def _check_operation(world: RealWorld, operation: Operation, stage: Stage)
 
 
 def run_world(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
+    """Run a test with a broker on a real disk."""
+
     async def main() -> None:
         world = RealWorld(folder)
         await world.start()
@@ -254,7 +260,7 @@ async def _check_foreign_commit(world: RealWorld) -> None:
     uri, status = uri_of(world), world.broker.pending_table.status
     assert status()["foreign_commits"] == 0
     OPERATIONS["OPTIMIZE"](uri)
-    await world.until(lambda: status()["foreign_commits"], "the duty has found the commit")
+    await world.until(lambda: status()["foreign_commits"], "the periodic task has found the commit")
     assert status()["last_foreign_commit"] == "OPTIMIZE at version 3"
     assert status()["version"] == DeltaTable(uri).version() == 4
     assert seqs(DeltaTable(uri)) == live_seqs(world)
@@ -286,10 +292,10 @@ async def _check_missing_file(world: RealWorld) -> None:
 
     outcomes = world.broker.scheduling.scheduler.outcomes
     await world.until(
-        lambda: outcomes.cursor.local_index or outcomes.cursor.tick_ms, "the second is released"
+        lambda: outcomes.cursor.local_index or outcomes.cursor.tick_ms, "the second message is released"
     )
     await world.until(
-        lambda: world.broker.scheduling.hour_log.pending.missing, "the file of the first is missing"
+        lambda: world.broker.scheduling.hour_log.pending.missing, "the file of the first message is missing"
     )
     while await released_keys() != [keys[1]]:
         await asyncio.sleep(0.01)
@@ -355,7 +361,7 @@ def test_messages_of_a_restored_file_are_released_without_a_restart(tmp_path: Pa
 def mounted(folder: Path, *options: str) -> Iterator[Path]:
     folder.mkdir()
     if subprocess.run(["mount", *options, str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system")
+        pytest.skip("this machine does not allow mounting a file system")
     try:
         yield folder
     finally:
