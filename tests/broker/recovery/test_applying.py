@@ -33,12 +33,14 @@ from timeball.table.catalog import Catalog
 
 # Bytes of log between two snapshots, so small that these short runs have some.
 SMALL_BYTES, SMALLEST_BYTES = 150_000, 2_000
+# Scenarios of tests/crash/lives.py. A life is a run of one of them, or of a variant of tests/crash/folder.py.
 LIVES = ["plain", "compact", "bulk", "roll", "levels", "campaign", "wheel", "cascade", "moves"]
 # The lives whose log still has its first row.
 WHOLE = ["hour_log", "timer_wheel", "level_cascade", "plain", "compact", "bulk", "campaign", "moves"]
 
 
 def opened_log(files: CrashFiles) -> Opened:
+    """Open the log on this disk, as a start does."""
     return open_log(files, segment_bytes=MIB, now_ms=0)
 
 
@@ -114,6 +116,7 @@ class Life:
 
 @functools.cache
 def life_of(name: str) -> Life:
+    """Run a life with many snapshots, once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES if name in VARIANTS else SMALLEST_BYTES)
         return Life(lived(name).files if name in VARIANTS else live(name).files)
@@ -177,7 +180,7 @@ def test_rows_from_the_first_one_on_give_the_same_state_as_snapshots(life: Life)
 
 
 def test_these_lives_have_snapshots_amid_rows() -> None:
-    """The control of the two tests above."""
+    """The control of the two tests above: without snapshots between other rows, both would pass too easily."""
     has_snapshot = {}
     for name in WHOLE:
         opened = opened_log(life_of(name).copy())
@@ -196,7 +199,7 @@ def follower_of(world: World) -> Applying:
     return Applying(starting_point(None, segments), LogReader(segments), tables)
 
 
-ROUNDS, EACH, ROUNDS_PER_SNAPSHOT = 12, 200, 3
+ROUNDS, EACH, ROUNDS_PER_SNAPSHOT = 12, 200, 3  # EACH: the messages of a round
 
 
 async def rounds(world: World, *, snapshots: bool) -> tuple[Applying, int]:

@@ -56,6 +56,7 @@ def moved(due_ms: int, number: int, from_due_ms: int) -> dict[str, Any]:
 
 
 def woken(due_ms: int, number: int, from_due_ms: int) -> dict[str, Any]:
+    """A wake-up: a MOVED row that names the due time and the version of the message's base."""
     base = f"{BASE}{PROPERTY_NAME_END}{from_due_ms}:{number}{PROPERTY_END}"
     return moved(due_ms, number, from_due_ms) | {"properties": base}
 
@@ -74,11 +75,11 @@ def replayed(start: Checkpoint, *batches: Any, attach_state: AttachState | None 
 
 
 def settled(result: Replayed) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The pairs that were cancelled or moved, and the pairs that were released."""
-    settled = result.settled()
-    pairs = list(zip(settled.due_ms.tolist(), settled.seq.tolist(), strict=True))
-    cut = len(pairs) - settled.released
-    return pairs[:cut], pairs[cut:]
+    """The pairs (due_ms, version) that were cancelled or moved, and the pairs that were released."""
+    columns = result.settled()
+    pairs = list(zip(columns.due_ms.tolist(), columns.seq.tolist(), strict=True))
+    first_released = len(pairs) - columns.released
+    return pairs[:first_released], pairs[first_released:]
 
 
 def test_a_message_settled_twice_counts_once() -> None:
@@ -170,12 +171,14 @@ def test_a_half_message_is_open_until_a_row_ends_it() -> None:
 
 
 def entry(name: str) -> FileEntry:
+    """The entry of a file with two rows."""
     return FileEntry(
         path=name, bucket="b", rows=2, size_bytes=1, min_due_ms=0, max_due_ms=1, min_seq=1, max_seq=2
     )
 
 
 def table_row(change: Attachment | Reservation) -> dict[str, Any]:
+    """The TABLE row of an attach or a reservation."""
     return {"kind": int(Kind.TABLE), "body": encode(change), "store_ms": 5}
 
 

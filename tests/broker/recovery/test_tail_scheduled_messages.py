@@ -49,6 +49,7 @@ def expected_pending(rows: pa.RecordBatch, settled: Settled, from_seq: int) -> l
 
 
 def pending_of(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
+    """The pending messages that the tail knows, as `expected_pending` lists them."""
     waiting = tail.waiting(settled, from_seq)
     return list(zip(waiting.due_ms.tolist(), waiting.seq.tolist(), waiting.row_seq.tolist(), strict=True))
 
@@ -62,10 +63,11 @@ def test_pending_messages_agree_with_a_model(
     scheduled_rows: list[tuple[int, int]], batch_rows: int, folds: set[int], settled_seqs: list[int],
     released: int, before_ms: int, before_seq: int, from_seq: int,
 ) -> None:  # fmt: skip
-    """`folds` contains the batches after which the tail is folded."""
-    cut = max(0, len(settled_seqs) - released)
-    seq = np.array(sorted(settled_seqs[:cut]) + sorted(settled_seqs[cut:]), np.int64)
-    settled = Settled(before_ms, ((seq, seq),), before_seq, released=len(settled_seqs) - cut)
+    """`folds`: the batches after which the tail is folded. `released`: how many settled messages are released."""
+    # The released messages come last, as in a checkpoint.
+    first_released = max(0, len(settled_seqs) - released)
+    seq = np.array(sorted(settled_seqs[:first_released]) + sorted(settled_seqs[first_released:]), np.int64)
+    settled = Settled(before_ms, ((seq, seq),), before_seq, released=len(settled_seqs) - first_released)
     rows = log_rows(scheduled_rows)
     numbered_rows, tail = with_seq(rows, 1), TailScheduled(1)
     for number, begin in enumerate(range(0, numbered_rows.num_rows, batch_rows)):
