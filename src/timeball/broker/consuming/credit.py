@@ -16,9 +16,10 @@ from timeball.model.errors import OutOfRange
 
 
 class Credit:
-    """The credit of one consumer. Belongs to the event loop. Raises OutOfRange."""
+    """The credit of one consumer. Belongs to the event loop."""
 
     def __init__(self, rows_max: int) -> None:
+        """`rows_max`: how many messages the consumer may hold. Raises OutOfRange."""
         if not 1 <= rows_max <= limits.CREDIT_ROWS_MAX:
             raise OutOfRange(f"credit {rows_max}: 1 to {limits.CREDIT_ROWS_MAX} messages")
         self._rows_max = rows_max

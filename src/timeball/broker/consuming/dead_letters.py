@@ -422,7 +422,7 @@ class DeadLetters:
         excess_bytes = repeated.size_bytes + size_bytes - bytes_max
         if not bytes_max or excess_bytes <= 0:
             return []
-        chunk_positions, others, evicted = set(chunk), list[GroupRun](), list[GroupRun]()
+        chunk_positions, other_runs, evicted = set(chunk), list[GroupRun](), list[GroupRun]()
         for entry in repeated.by_age():
             queue, run = entry.queue, entry.run
             ends = (queue, run.offset), (queue, run.end - 1)
@@ -431,8 +431,8 @@ class DeadLetters:
             if entry.group == group and not chunk_positions.isdisjoint(ends):
                 excess_bytes -= run.size_bytes
             else:
-                others.append(entry)
-        for entry in others:
+                other_runs.append(entry)
+        for entry in other_runs:
             if excess_bytes > 0 and entry.run.died_ms <= died_ms:
                 evicted.append(entry)
                 excess_bytes -= entry.run.size_bytes

@@ -473,9 +473,8 @@ class Consuming:
                 selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
         if not selection.leased:
-            self.leases.store_all(
-                selection.queues
-            )  # if there are leases, `_hand_out` does this after the read
+            # With leases, `_hand_out` does this after the read.
+            self.leases.store_all(selection.queues)
         return selection
 
     def _select_by_key(
@@ -483,7 +482,7 @@ class Consuming:
     ) -> None:
         """Lease positions for a group with a limit of leases for each key, and begin the selection's turn.
 
-        The main topic is searched in the order of the log, and so is the retry topic, one after the other.
+        The main topic and the retry topic are searched one after the other, each in the order of the log.
         """
         # The queues of a PRIORITY topic are searched one after another, because priority goes before the order of keys.
         if topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE:

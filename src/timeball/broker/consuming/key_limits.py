@@ -50,9 +50,7 @@ class _Group:
 
     keys: dict[str, _Key] = field(default_factory=dict)  # the keys with slots taken
     parked_rows: int = 0
-    undecided: dict[Turn, None] = field(
-        default_factory=dict
-    )  # the turns of undecided selections, in their order
+    undecided: dict[Turn, None] = field(default_factory=dict)  # turns of undecided selections, in order
 
     @property
     def is_idle(self) -> bool:
@@ -165,6 +163,7 @@ class KeyLimits:
             self._drop_if_idle(name)
 
     def _drop_if_idle(self, name: str) -> None:
+        """Forget a group without keys and undecided selections."""
         group = self._groups.get(name)
         if group is not None and group.is_idle:
             del self._groups[name]

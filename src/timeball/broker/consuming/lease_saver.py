@@ -45,6 +45,7 @@ class LeaseSaver:
         save_ms: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        """`save_ms`: the setting `ack_save_ms`. `on_failure` gets an error of the timer."""
         self._leases, self._clock, self._writer, self._tables = leases, clock, writer, tables
         self.save_ms, self._on_failure = save_ms, on_failure
         self._loop = asyncio.get_running_loop()

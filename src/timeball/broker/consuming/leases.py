@@ -138,7 +138,7 @@ class QueueLeases:
     @property
     def first_open(self) -> int:
         """The first position that is not done. Removes done positions from the front of the heap."""
-        # Done positions are removed only here, because leases end in any order and every request needs the first one.
+        # Removed here and not when they are done: positions become done in any order, and a heap finds only its first.
         order = self._order
         while order and not (
             order[0] in self.in_flight or order[0] in self.returned or order[0] in self.parked
@@ -415,9 +415,9 @@ class Leases:
     def _begin(
         self, group: str, topic: Topic, queue_id: int, offset: int | None, *, from_max: bool
     ) -> QueueLeases:
-        """Create the leases of a queue in which the group is new (`offset` None) or its stored offset was changed.
+        """Create the leases of a queue that has none, or replace them because the stored offset was changed.
 
-        Stores the first offset of a new group. Raises OverLimit.
+        `offset`: the stored offset. None for a new group, whose first offset is stored here. Raises OverLimit.
         """
         key = (group, topic.name, queue_id)
         if key in self._queues:

@@ -275,6 +275,7 @@ class LiveTail:
 
         # Encode in the reader thread: encoding 1 MiB of JSON on the loop takes as long as a hundred releases.
         def read_and_encode() -> tuple[bytes, Offsets | None]:
+            """Return as `Encode`, and (b"", None) if no message matches the tags."""
             seqs = np.concatenate([self._matching_seqs(selection, tag_filter) for selection in selections])
             return encode(self._reader.read_rows(np.sort(seqs)), offsets) if len(seqs) else (b"", None)
 

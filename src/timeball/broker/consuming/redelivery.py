@@ -122,9 +122,9 @@ class Deadlines:
         if not self._unswept and len(self._heap) > SWEEP_ENTRIES_MIN // 2 + self._count.rows * 7 // 4:
             self._heap, self._unswept = [], self._heap
         for _ in range(min(SWEPT_AT_ONCE, len(self._unswept))):
-            swept = self._unswept.pop()  # the last entry of a heap is a leaf, so the others are still a heap
-            if any(True for _ in _live(swept)):
-                heapq.heappush(self._heap, swept)
+            old_entry = self._unswept.pop()  # the last entry of a heap is a leaf, so a heap remains
+            if any(True for _ in _live(old_entry)):
+                heapq.heappush(self._heap, old_entry)
         heap = self._first_heap()
         return bool(heap) and heap[0] is entry
 
@@ -332,7 +332,7 @@ class Redelivery:
                 yield self.begin_return(queue, offset, EXPIRED)
 
     async def _try_write(self, ended: list[Returning]) -> None:
-        """Write these messages again. Log those with an error, one line for each queue. They are tried again later."""
+        """Write these messages again. Errors are logged, one line for each queue, and the task tries again later."""
         failed: dict[QueueLeases, list[TimeballError]] = {}
         for position, result in zip(ended, await self.write_apart(ended), strict=True):
             if isinstance(result, TimeballError):
@@ -354,6 +354,7 @@ class Redelivery:
         return True
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Report the error of the task, if it has ended with one."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)  # without the task, no lease would end any more
 

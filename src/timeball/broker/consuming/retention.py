@@ -128,7 +128,7 @@ class Retention:
         return oldest
 
     def _is_deleted(self, group: str) -> bool:
-        # A deleted group may have been created again.
+        """Check whether an operator has deleted a group, and it was not created again."""
         return self._tables.expired.is_deleted(group) and self._tables.groups.find_group(group) is None
 
     def _count_lost(
@@ -177,16 +177,15 @@ class Retention:
 def log_expired(expiries: Sequence[Expiry], *, are_dead_letters: bool = False) -> None:
     """Log messages or dead letters that groups have lost, with at most LOGGED_MAX + 1 lines."""
     # One line per group and topic could be a hundred thousand lines.
-    rest = expiries[LOGGED_MAX:]
+    more_expiries = expiries[LOGGED_MAX:]
     for group, topic, rows, _ in expiries[:LOGGED_MAX]:
         if are_dead_letters:
             logger.warning("dead letters expired group=%s rows=%d", group, rows)
         else:
             logger.warning("unread messages expired group=%s topic=%s rows=%d", group, topic, rows)
-    if rest:
-        logger.warning(
-            "more messages expired groups=%d rows=%d", len(rest), sum(expiry.rows for expiry in rest)
-        )
+    if more_expiries:
+        rows = sum(expiry.rows for expiry in more_expiries)
+        logger.warning("more messages expired groups=%d rows=%d", len(more_expiries), rows)
 
 
 def count_unread(topic: Topic, offsets: dict[int, int]) -> int:

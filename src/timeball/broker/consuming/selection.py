@@ -229,7 +229,10 @@ _TOPIC = READ_SCHEMA.get_field_index("topic")
 async def selected_rows(
     request: ReceiveRequest, seqs: list[int], *, writer: LogWriter, reader: LogReader, reader_thread: Executor
 ) -> tuple[ReadRows, BoolArray | None]:
-    """Read the rows with the numbers `seqs`. Returns those that are for this consumer, and their mask (None: all)."""
+    """Read the rows with the numbers `seqs`. Returns the rows for this consumer, and the mask of these (None: all).
+
+    Excluded are rows that do not match the filter, and rows of a shared retry topic that are for another group.
+    """
     # Rows that have just become visible are still in memory, and a read of the log would be the largest cost.
     values = writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
     if (
