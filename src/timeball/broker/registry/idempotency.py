@@ -239,6 +239,7 @@ class IdempotencyKeys:
         changed = self._table.changed([*deletions.items(), *new_values.items()])
 
         def keep_with_heap() -> None:
+            """Apply the change in memory, and add the new keys to the heap, if it exists."""
             changed.keep()
             for name, send in new_values.items():
                 if send is not None and self._expiry_heap is not None:

@@ -195,6 +195,7 @@ class MetaTable(Generic[T]):
     """The decoded values of one key prefix, for state that only needs lookups."""
 
     def __init__(self, log: MetaLog, prefix: str, kind: type[T]) -> None:
+        """`kind`: the type to which the JSON values of the prefix are decoded."""
         self._log, self._prefix, self._kind = log, prefix, kind
         self.values: dict[str, T] = {}
         log.register(prefix, self)

@@ -213,6 +213,7 @@ class Window:
     """Saved states of the counters, one every `interval_ms`. Keeps `intervals` + 1 states."""
 
     def __init__(self, interval_ms: int, intervals: int) -> None:
+        """The window is `interval_ms` times `intervals` long."""
         self._interval_ms = interval_ms
         self._states: deque[_State] = deque(maxlen=intervals + 1)
 

@@ -593,10 +593,10 @@ def part_of(messages: Described, index: Int64Array) -> Described:
     """Select some of the messages by their ascending indexes."""
     if len(index) == len(messages.seq):
         return messages
-    taken = pa.array(index)
+    positions = pa.array(index)
     return Described(
-        messages.due_ms[index], messages.seq[index], messages.number[index], messages.topic.take(taken),
-        None if messages.rows is None else messages.rows.take(taken),
+        messages.due_ms[index], messages.seq[index], messages.number[index], messages.topic.take(positions),
+        None if messages.rows is None else messages.rows.take(positions),
     )  # fmt: skip
 
 

@@ -267,7 +267,7 @@ async def cancel(
     successors: Successors,
     rates: Rates,
 ) -> None:
-    """Cancel those candidates that are pending, durably (an `Act`). The others get no verdict.
+    """Cancel the pending ones of these messages, durably (an `Act`). A message that is not pending gets no verdict.
 
     `by`: the account that requests the cancel. The CANCEL rows name it. If an occurrence of a recurring schedule is
     cancelled, the next one is in the same frame. Raises the errors of the append.

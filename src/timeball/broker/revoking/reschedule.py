@@ -149,7 +149,7 @@ async def _move(
     successors: Successors,
     rates: Rates,
 ) -> None:
-    """Move those candidates that are pending, durably (an `Act`). The others get no verdict.
+    """Move the pending ones of these messages, durably (an `Act`). A message that is not pending gets no verdict.
 
     `is_duration`: the request had a delay, not a due time.
     """

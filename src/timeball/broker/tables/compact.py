@@ -83,7 +83,7 @@ def compact(
     """
 
     def unload() -> None:
-        # Otherwise pages that were read from the mapped log would count as the broker's memory.
+        """Unload the mapped segments of these rows. Otherwise their pages would count as the broker's memory."""
         for segment in reader.segments.all:
             if segment.first_seq < to_seq and segment.next_seq > from_seq:
                 files.unload(segment.buffer)

@@ -323,6 +323,7 @@ class TableChanges:
         from_seq, to_seq = self._attach_state.watermark, self._log.reader.next_seq
 
         def write() -> list[FileEntry]:
+            """Read the rows from the log, and write them to files (background thread)."""
             rows = take_scheduled(self._log.reader, np.sort(waiting.row_seq))
             table = pa.Table.from_batches([compact.as_table_rows(rows)])
             return compact.write_files(self._files, table, now_ms)
