@@ -151,9 +151,10 @@ Parts = Sequence[Int64Array | tuple[Int64Array, ...]]
 
 
 def encoded_pieces(facts: Facts, settled: Parts, moved: Parts, woken: Parts) -> Iterator[bytes]:
-    """Yield the payload in pieces of some milliseconds of work: a zstd frame each, the first one after the header.
+    """Yield the payload in pieces, each of some milliseconds of work. Each piece is a zstd frame.
 
-    Together the frames contain the JSON facts, then each column in turn, as differences from row to row.
+    The first piece has the header before its frame. Together the frames contain the JSON facts, then each column in
+    turn, as differences from row to row.
     """
     encoded_facts, tables = msgspec.json.encode(facts), (settled, moved, woken)
     rows = (sum(len(part[0]) for part in parts) for parts in tables)
@@ -209,7 +210,10 @@ def _decode(payload: bytes) -> Checkpoint:
 
 
 def _decode_former(payload: bytes) -> Checkpoint:
-    """Decode a payload of a former version: without compression, and with moved and woken rows in the JSON."""
+    """Decode a payload of a former version: without compression, and with moved and woken rows in the JSON.
+
+    It begins with two counts of 8 bytes. A pair takes 16 bytes. Raises various errors, which `decode` converts.
+    """
     facts_size, pair_count = struct.unpack_from("<QQ", payload)
     if 16 + facts_size + 16 * pair_count != len(payload):
         raise ValueError("facts and pairs do not fill the payload")
@@ -245,7 +249,7 @@ def read(files: Files) -> Checkpoint:
 
 
 def load(files: Files) -> Checkpoint | None:
-    """Load the checkpoint, or None when there is no file or it is damaged."""
+    """Load the checkpoint. Returns None if there is no file, or if it is damaged, which is logged."""
     if not files.exists(NAME):
         return None
     try:

@@ -160,7 +160,7 @@ ConfirmLead = Callable[[], Awaitable[None]]
 
 
 async def lead_alone() -> None:
-    """Return: without replicas there is no other leader (a ConfirmLead)."""
+    """Return at once: without replicas there is no other leader (a ConfirmLead)."""
 
 
 class Leading(NamedTuple):

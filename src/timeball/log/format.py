@@ -169,7 +169,8 @@ def _matches_checksum(segment: pa.Buffer, position: int, length: int) -> bool:
     header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
     crc = google_crc32c.value(bytes(header))
     crc = google_crc32c.extend(crc, segment.slice(position + ALIGN, length - ALIGN))
-    return bool(crc == FRAME.unpack_from(segment, position)[10])
+    (stored_crc,) = struct.unpack_from("<I", segment, position + _CRC_OFFSET)
+    return bool(crc == stored_crc)
 
 
 def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
@@ -238,9 +239,9 @@ def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
 
 
 def read_segment_header(segment: pa.Buffer) -> int | None:
-    """Read a segment's first sequence number, or None for a blank header (a spare).
+    """Read a segment's first sequence number, or None for a spare: a blank header, or less than a header.
 
-    Raises Corrupt, and SetupError for a newer format.
+    Raises Corrupt, and SetupError for another format.
     """
     if segment.size < ALIGN:
         return None

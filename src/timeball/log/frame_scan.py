@@ -31,13 +31,14 @@ class FrameScan:
         """Read and check the frame at `position` as `read_frame` does. Also raises Unreadable."""
         self._load(position, position + fmt.ALIGN)
         if position + fmt.ALIGN <= self.segment.size:
+            # The field `length` of the header, which is not checked yet.
             length = fmt.FRAME.unpack_from(self.segment, position)[3]
             if length <= limits.FRAME_BYTES_MAX:  # else `read_frame` refuses the header
                 self._load(position, position + length)
         return fmt.read_frame(self.segment, position)
 
     def _load(self, begin: int, end: int) -> None:
-        """Load the bytes [begin, end) from the disk, with the next ones up to the step. Raises Unreadable."""
+        """Load the bytes [begin, end) from the disk, and the bytes after them up to the step. Raises Unreadable."""
         loaded_begin, loaded_end = self._loaded
         if loaded_begin <= begin and end <= loaded_end:
             return

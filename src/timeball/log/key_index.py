@@ -54,7 +54,7 @@ class KeyIndex:
     def find_rows(self, hashes: UInt64Array) -> Int64Array:
         """Find the numbers of durable rows whose id or key has one of these hashes. The caller compares the texts.
 
-        A hash may match other texts, too. The result is sorted, without duplicates.
+        A hash may match other texts, too. The result is sorted, without duplicates. Raises Corrupt.
         """
         with self._lock:
             segments = self._segments.all
@@ -82,7 +82,7 @@ class KeyIndex:
             return self._open_run(segment).find_numbers(hashes)
 
     def _open_run(self, segment: Segment) -> KeyRun:
-        """Open the key run file of a sealed segment. Builds it from the segment if it does not exist."""
+        """Open the key run file of a sealed segment, and build it from the segment if there is none. Raises Corrupt."""
         run = self._sealed_runs.get(segment.ordinal)
         if run is None:
             name = _run_name(segment)
@@ -112,11 +112,11 @@ class KeyIndex:
         """
         hashes, seqs = pairs
         if self._newest_pairs + len(seqs) <= NEWEST_PAIRS_MAX:
-            for key, seq in zip(hashes.tolist(), seqs.tolist(), strict=True):
-                self._newest[key].append(seq)
+            for key_hash, seq in zip(hashes.tolist(), seqs.tolist(), strict=True):
+                self._newest[key_hash].append(seq)
             self._newest_pairs += len(seqs)
             return
-        newest = [(key, seq) for key, seqs_of_key in self._newest.items() for seq in seqs_of_key]
+        newest = [(key_hash, seq) for key_hash, seqs_of_hash in self._newest.items() for seq in seqs_of_hash]
         newest_hashes, newest_seqs = zip(*newest, strict=True) if newest else ((), ())
         run = KeyRun.build(
             *joined([(np.array(newest_hashes, np.uint64), np.array(newest_seqs, np.int64)), pairs])

@@ -220,7 +220,8 @@ def write(files: Files, first_seq: int, next_seq: int, parts: list[Part]) -> str
 def open_files(files: Files, first_seq: int, to_seq: int) -> OpenedFiles:
     """Open the files that contain entries of the log's rows [first_seq, to_seq).
 
-    A file that does not continue the one before it is removed: its entries can be rebuilt from the log.
+    A file is removed if it does not continue the one before it, or begins at `to_seq` or later: its entries can be
+    rebuilt from the log.
     """
     covered_seq = first_seq
     usable: list[QueueFile] = []
@@ -263,7 +264,7 @@ def _open_undamaged(files: Files) -> list[QueueFile]:
 
 
 def _read_newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
-    """Read the entries of rows below `to_seq` in the newest file. Empty without files. None when it is damaged."""
+    """Read the entries of rows below `to_seq` in the newest file. Returns [] without files, None if it is damaged."""
     try:
         parts = usable[-1].parts() if usable else []
     except Corrupt as error:
@@ -371,7 +372,7 @@ class QueueIndex:
         self._indexes.register_used(self)
 
     def read(self, offset: int, count: int, *, is_kept: bool = True, hidden: bool = False) -> EntryArray:
-        """Read up to `count` entries from `offset` on. Raises OutOfRange.
+        """Read up to `count` entries from `offset` on. Raises OutOfRange, Corrupt.
 
         With `is_kept` the result is a copy. Otherwise it may be a view of the entries in memory. With `hidden`, also
         entries that consumers do not see yet.
@@ -397,9 +398,9 @@ class QueueIndex:
         return np.concatenate(chunks) if chunks else _NO_ENTRIES.copy()
 
     def read_numbers(self, offset: int, count: int) -> tuple[list[int], list[int]]:
-        """Read the sequence numbers and sizes of up to `count` entries from `offset` on. Raises OutOfRange.
+        """Read the sequence numbers and sizes of up to `count` entries from `offset` on.
 
-        The lists must not be changed.
+        The lists must not be changed. Raises OutOfRange, Corrupt.
         """
         length = min(offset + count, self.max_offset) - offset
         last_offset, seqs, sizes_bytes = self._last_numbers
@@ -413,7 +414,8 @@ class QueueIndex:
     def at(self, offsets: Int64Array) -> EntryArray:
         """Copy the entries at these offsets, in their order.
 
-        Each offset must be in [min_offset, end_offset). Raises OutOfRange if one of them has just been hidden.
+        Each offset must be in [min_offset, end_offset). Raises OutOfRange if one of them has just been hidden, and
+        Corrupt.
         """
         entries = np.empty(len(offsets), ENTRY)
         _, tail_first, tail = self._state
@@ -437,7 +439,7 @@ class QueueIndex:
         self.hide_before(self.first_offset_from_seq(first_seq, hidden=True))
 
     def hide_before(self, offset: int) -> None:
-        """Hide the entries before `offset`, and drop the runs of files that have no others."""
+        """Hide the entries before `offset`, and drop the runs that contain only such entries."""
         # First the offset, then the runs: a reader that misses its run must get OutOfRange.
         self.min_offset = max(self.min_offset, offset)
         self.max_offset = max(self.min_offset, self.max_offset)
@@ -452,7 +454,7 @@ class QueueIndex:
         """Find the first offset from `from_offset` on whose row is `seq` or later. If there is none, `max_offset`.
 
         With `hidden`, also among the entries from `max_offset` on, and `end_offset` if there is none. Raises OutOfRange
-        if retention removes the entries meanwhile.
+        if retention removes the entries meanwhile, and Corrupt.
         """
         low, high = max(from_offset, self.min_offset), self.end_offset if hidden else self.max_offset
         if low >= high or int(self.read(low, 1, is_kept=False, hidden=hidden)["seq"][0]) >= seq:
@@ -511,12 +513,12 @@ class QueueIndex:
         return self._state.tail_first
 
     def tail_part(self, end: int) -> Part:
-        """The entries in memory before offset `end`."""
+        """Select the entries in memory before offset `end`."""
         _, tail_first, tail = self._state
         return Part(self.topic, self.queue_id, tail_first, tail[: end - tail_first])
 
     def seal(self, run: _Run) -> bool:
-        """Read the entries of `run` from its file from now on. Returns false when none are left in memory."""
+        """Read the entries of `run` from its file from now on. Returns false if no entries are left in memory."""
         runs, tail_first, tail = self._state
         unsealed = tail[run.end - tail_first : self.end_offset - tail_first]
         # Copied, because a view would keep the whole sealed array in memory.
@@ -643,8 +645,8 @@ class QueueIndexes:
     def load(self, first_seq: int, to_seq: int) -> int:
         """Open the files, before anything is appended. Returns the row up to which they are complete.
 
-        The log is kept from `first_seq` on, and the checkpoint covers the rows below `to_seq`. A file that does not
-        continue the one before it is removed, because its entries can be rebuilt from the log.
+        The log is kept from `first_seq` on, and the checkpoint covers the rows below `to_seq`. Removes files as
+        `open_files` does. Raises Corrupt if a queue lacks entries between two files.
         """
         opened = open_files(self._files, first_seq, to_seq)
         self._sealed, self._first_seq = opened.sealed, opened.open_seq
@@ -693,7 +695,10 @@ class QueueIndexes:
             self._first_seq = flush.next_seq
 
     def seal_if_large(self, next_seq: int) -> None:
-        """Write and seal the open range, which ends before row `next_seq`, if it is large. Blocking: for recovery."""
+        """Write and seal the open range, which ends before row `next_seq`, if it is large.
+
+        Blocks, so only a recovery calls it.
+        """
         if self.unsealed >= SEAL_ENTRIES:
             flush = self.flush(next_seq)
             flush.write()

@@ -79,7 +79,7 @@ def index_name(segment: Segment) -> str:
 
 
 def save_sealed(files: Files, segments: Segments) -> int:
-    """Write and load the index of every sealed segment without a loaded one. Returns their number. Blocking."""
+    """Write and load the index of every sealed segment without a loaded one. Returns their number. Blocks."""
     unindexed = [segment for segment in segments.all[:-1] if not segment.is_indexed]
     for segment in unindexed:
         files.replace(index_name(segment), encode(segment))
@@ -246,7 +246,7 @@ def _read_frames(segment: Segment) -> str:
     try:
         while (frame := scan.read(segment.end)) is not None:
             segment.add(_check_in_sequence(segment, frame))
-    except Unreadable:
+    except Unreadable:  # although it is a Corrupt: this is a fault of the disk, not the end of the log
         raise
     except Corrupt as error:
         text = str(error)
@@ -427,7 +427,7 @@ def _last_written_part(
 ) -> tuple[int, int]:
     """Find begin and end of the last part of `step` bytes in [start, end) that has a non-zero byte.
 
-    A part that the disk cannot read counts as one. Returns (start, start) if there is none.
+    A part that the disk cannot read counts as written. Returns (start, start) if there is none.
     """
     for end_at in range(end, start, -step):
         begin = max(start, end_at - step)

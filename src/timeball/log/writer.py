@@ -245,6 +245,7 @@ class LogWriter:
         on_failure: Callable[[BaseException], None] | None = None,
         replication: Replication | None = None,
     ) -> None:
+        """`file` is the open file of the last segment. `on_failure` receives the error that stops the log, once."""
         self._files, self._segments, self._file = files, segments, file
         self._clock, self._disk = clock, disk
         self._segment_bytes, self._durability = segment_bytes, durability
@@ -703,8 +704,7 @@ class Entry:
     # At least rows.num_rows. It is larger when the entry reserves sequence numbers beyond its rows.
     span: int
     size_bytes: int
-    # The caller's future. A caller that is cancelled cancels it.
-    done: asyncio.Future[int]
+    done: asyncio.Future[int]  # the caller's: a caller that is cancelled cancels it
     on_durable: DurableCallback | None
     flags: int = 0
     # The encoded rows, when the encoder thread encodes them while an earlier commit is written.
