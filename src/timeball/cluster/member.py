@@ -303,18 +303,18 @@ class Member:
 
     async def _report_figures(self) -> None:
         """Publish the replica's figures when they have changed. Runs until it is cancelled."""
-        reported: tuple[int, ReplicaFigures] | None = None
-        failing = ""
+        last_report: tuple[int, ReplicaFigures] | None = None  # with the id of its lease
+        last_error = ""
         while True:
             lease, figures = self._lease_keeper.lease, self._process.figures()
-            if lease is not None and reported != (lease.id, figures):
+            if lease is not None and last_report != (lease.id, figures):
                 try:
                     await self._coordinator.report(figures, lease)
-                    reported, failing = (lease.id, figures), ""
+                    last_report, last_error = (lease.id, figures), ""
                 except (Unavailable, SetupError) as error:
-                    if not failing:
+                    if not last_error:  # logged once for each failure
                         logger.warning("figures not reported reason=%s", error)
-                    failing = str(error)
+                    last_error = str(error)
             await asyncio.sleep(REPORT_S)
 
     def _update_nodes(self, nodes: dict[str, Node]) -> None:
@@ -352,7 +352,7 @@ class Member:
                 await self._coordinator.resign(self._group, lease)
 
     async def _swap(self, proposal: do.Propose) -> None:
-        """Carry out the swap of a Propose effect, and report its outcome."""
+        """Carry out the swap of a Propose effect, and report its outcome. Raises Unavailable, SetupError."""
         lease, record = self._lease_keeper.lease, proposal.record
         try:
             if self._is_etcd_restored:
@@ -437,7 +437,10 @@ class FollowerCaches:
         return 0 if self._applying is None else self._applying.applied_seq
 
     def apply(self, to_seq: int) -> None:
-        """Apply the committed rows below `to_seq`. Raises Corrupt and errors of the disk."""
+        """Apply the committed rows below `to_seq`. Raises Corrupt and errors of the disk.
+
+        Does nothing if the log lacks its first rows and no snapshot with their state is below `to_seq`.
+        """
         segments = self._log.segments
         assert segments is not None, "rows are committed"
         if self._applying is None:

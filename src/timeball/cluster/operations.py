@@ -37,7 +37,9 @@ class Operations:
     # -- the first record --------------------------------------------------------------------------------------------
 
     async def plan_first(self, names: Sequence[str], wait_s: float) -> tuple[int, Record]:
-        """Build the record of a new group, once these nodes have registered. Raises RequestError, Unavailable.
+        """Build the record of a new group, once these nodes have registered.
+
+        Raises RequestError, Conflict, Unavailable.
 
         Returns the revision for `begin`, and the record. If the group already has a record with these nodes, it returns
         revision 0 and that record, so that a deployment may repeat the command. A record that is older than a promise
@@ -481,7 +483,7 @@ def _group_problems(
     leader: str,
     newest: NewestPromise,
 ) -> Iterator[str]:
-    """Yield a sentence for each problem of a group, the one that stops the group first.
+    """Yield a sentence for each problem of a group, a problem that stops the group before the other ones.
 
     `leader`: "" while none serves. `newest`: the newest promise of the group's running nodes.
     """

@@ -294,7 +294,10 @@ class ReplicaLog:
         self._save_has_log()
 
     def write(self, ordinal: int, position: int, frames: bytes) -> None:
-        """Write whole frames at the end of the log."""
+        """Write whole frames at byte `position` of the last segment, the end of the log.
+
+        Adds them to the segment's frames, unless the broker's writer does that (while this replica leads).
+        """
         file = self._open_file()
         assert file.ordinal == ordinal, f"frames for segment {ordinal}, open is {file.ordinal}"
         if position + len(frames) > file.reserved_to:
@@ -343,7 +346,7 @@ class ReplicaLog:
         self.segments.remove(self._files, list(removable))
 
     def read(self, begin: Position, end: Position, epoch: int) -> LogPiece | None:
-        """Read at most READ_BYTES of frames of one segment, from `begin` and at most up to `end`. None without any.
+        """Read at most READ_BYTES of frames of one segment, in [`begin`, `end`). Returns None if there are none.
 
         `epoch`: of this leader, for the BEGIN.
         """

@@ -139,7 +139,7 @@ class ReplicaThread(Disk):
 
     @property
     def leads(self) -> bool:
-        """Whether this replica leads, as far as its thread knows. Without its thread it does not."""
+        """Whether this replica leads, as far as its thread knows. False once the thread has ended."""
         return self.state.role is Role.LEADER and not self._has_ended
 
     @property
@@ -177,7 +177,7 @@ class ReplicaThread(Disk):
         return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Run the queued calls, then end the thread (see concurrent.futures.Executor)."""
+        """Run the queued calls, then end the thread. `cancel_futures` is ignored."""
         self._calls.put(None)
         self._connections.wake()
         if wait and self._thread.is_alive():
@@ -186,7 +186,7 @@ class ReplicaThread(Disk):
     # -- the writer of a leader (log/disk_thread.py) -----------------------------------------------------------------
 
     def commit(self, extent: Extent) -> None:
-        """Write, sync and replicate a commit, and wait until it is committed. Raises NotLeader."""
+        """Write, sync and replicate a commit, until it is committed. Raises NotLeader, and the errors of the disk."""
         assert threading.current_thread() is self._thread
         try:
             self._commit(extent)
@@ -197,7 +197,7 @@ class ReplicaThread(Disk):
             raise
 
     def _commit(self, extent: Extent) -> None:
-        """Pass a commit to the protocol, and poll until it is committed. Raises NotLeader."""
+        """Pass a commit to the protocol, and poll until it is committed. Raises as `commit` does."""
         first_seq = self.state.log.seq
         self._log.follow_writer(extent.file, first_seq)
         ordinal, begin = extent.file.ordinal, None
@@ -230,9 +230,9 @@ class ReplicaThread(Disk):
             self._log.close()
 
     def _serve_calls(self) -> bool:
-        """Run the queued calls. False if `shutdown` was called.
+        """Run the queued calls. Returns False if `shutdown` was called.
 
-        A call may have been a commit whose write failed. Its caller has the error, and the replica stops with it, too.
+        Raises the error of a commit that has failed, so that the replica stops. The commit's caller has it as well.
         """
         while True:
             try:
@@ -301,8 +301,8 @@ class ReplicaThread(Disk):
     def _reserve_space(self, message: Data | Begin | Bytes) -> None:
         """Reserve the space for a message, before the protocol counts its rows as written.
 
-        Raises PeerError when the disk is full. That ends the connection, and the leader's next HELLO waits until there
-        is space. A candidate's HELLO does not wait: a promise needs no space.
+        On a full disk, sets `problem` and raises PeerError. That ends the connection, and the leader's next HELLO waits
+        until there is space. A candidate's HELLO does not wait: a promise needs no space.
         """
         try:
             if isinstance(message, Begin):
@@ -322,10 +322,10 @@ class ReplicaThread(Disk):
             self._log.reserve(READ_BYTES)
         except OverLimit:
             return
-        self.problem, waiting, self._waiting_hello = "", self._waiting_hello, None
+        self.problem, hello, self._waiting_hello = "", self._waiting_hello, None
         logger.info("disk has space again")
-        if waiting is not None:
-            self._step(on.Received(*waiting))
+        if hello is not None:
+            self._step(on.Received(*hello))  # its node and message
 
     def closed(self, node: str, *, opened_here: bool) -> None:
         """Report to the protocol that a connection has ended.

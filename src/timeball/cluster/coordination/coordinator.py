@@ -99,7 +99,10 @@ class HeldLease:
         return max(next_ms - self._clock.boot_ms(), 0) / 1_000
 
     async def release(self) -> None:
-        """End the lease at once, unless it is over, so that other nodes need not wait for its end."""
+        """End the lease at once, unless it is over, so that other nodes need not wait for its end.
+
+        Raises Unavailable, SetupError.
+        """
         lease, self._lease = self.lease, None
         if lease is not None:
             await self._coordinator.revoke(lease)
@@ -299,7 +302,10 @@ class Coordinator:
     async def lead(
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
     ) -> Swap:
-        """Swap the record if it has this revision, and hold the group with the lease. Raises LeaseLost."""
+        """Swap the record if it has this revision, and hold the group with the lease. Raises LeaseLost.
+
+        The group must have no holder, or the holder `displaces`: a node that is known to be dead.
+        """
         holder, held_revision = self._key_of("holder", group), 0
         if displaces:
             # Compare the revision of the dead node's key, so that a newer holder is not displaced.

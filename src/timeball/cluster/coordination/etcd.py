@@ -39,6 +39,7 @@ class EtcdStore:
     """A Store. Belongs to the event loop."""
 
     def __init__(self, access: EtcdAccess, *, ttl_ms: int) -> None:
+        """`ttl_ms`: of the leases that the callers hold. A call takes at most this long."""
         # Attempts are short, because a request that hangs while etcd elects its own leader goes on hanging after the
         # election. A lease is renewed after a quarter of its TTL, so four attempts fit in before its holder stops.
         self._members = Members(access, attempt_s=ttl_ms / 8_000, deadline_s=ttl_ms / 1_000)
@@ -100,7 +101,10 @@ class EtcdStore:
         )
 
     async def wait(self, prefix: str, after: int, timeout_s: float) -> None:
-        """Wait until a key with this prefix may have changed after a revision, or until the timeout."""
+        """Wait until a key with this prefix may have changed after a revision, or until the timeout.
+
+        The first call opens the watch.
+        """
         assert self._prefix in ("", prefix), "a store watches one prefix"
         self._prefix = prefix
         if self._watch_task is None:

@@ -165,7 +165,7 @@ def handle_complete(state: Replica, node: str, message: Complete) -> Step:
 
 
 def has_quorum(state: Replica, others: Collection[str]) -> bool:
-    """Check that `others` and this replica are a majority of each set that counts. With `--acks all`, the whole set."""
+    """Check that `others` and this replica contain enough replicas of each set that counts (`_counting_sets`)."""
     lead, holders = _lead(state), {*others, state.rules.replica}
     return all(
         len(holders.intersection(replicas)) >= count for replicas, count in _counting_sets(state, lead)

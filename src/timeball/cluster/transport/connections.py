@@ -148,19 +148,20 @@ class Connection:
         self.unsent_bytes += len(chunk)
 
     def write(self) -> bool:
-        """Send as much as the socket takes. True if everything was sent. Raises OSError."""
+        """Send as much as the socket takes. Returns True if everything was sent. Raises OSError."""
         if self.tls is not None and (encrypted := self.tls.outgoing()):
             self._queue(encrypted)
         while self.unsent:
             try:
-                sent = self.sock.sendmsg(list(self.unsent)[:64])
+                # 64 buffers in one call: the system accepts 1,024 at most.
+                sent_bytes = self.sock.sendmsg(list(self.unsent)[:64])
             except BlockingIOError:
                 return False
-            self.unsent_bytes -= sent
-            while sent and sent >= len(self.unsent[0]):
-                sent -= len(self.unsent.popleft())
-            if sent:
-                self.unsent[0] = self.unsent[0][sent:]
+            self.unsent_bytes -= sent_bytes
+            while sent_bytes and sent_bytes >= len(self.unsent[0]):
+                sent_bytes -= len(self.unsent.popleft())
+            if sent_bytes:  # a part of the next buffer
+                self.unsent[0] = self.unsent[0][sent_bytes:]
         return True
 
 
@@ -170,6 +171,7 @@ class Connections:
     def __init__(
         self, group: str, listen_on: socket.socket, boot_ms: Callable[[], int], tls: PeerTls | None = None
     ) -> None:
+        """`listen_on` is a listening socket. `boot_ms` reads the boot clock. Without `tls`, bytes are sent in plain."""
         self.group, self._boot_ms, self._tls = group, boot_ms, tls
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -285,7 +287,7 @@ class Connections:
             self._end_connection(connection)
 
     def _finish_dialing(self, connection: Connection) -> bool:
-        """Handle the end of a TCP connect: begin TLS, or mark the connection as open. False if the connect failed."""
+        """Handle the end of a TCP connect: begin TLS, or mark the connection as open. Returns False if that failed."""
         error_number = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error_number:
             self._end_connection(connection, notify=False)
@@ -329,7 +331,10 @@ class Connections:
                 self.listener.received(connection.node, message)
 
     def _identify(self, connection: Connection, message: Message) -> None:
-        """Assign an accepted connection to the node in its HELLO, and end an older connection of the node."""
+        """Assign an accepted connection to the node in its HELLO, and end an older connection of the node.
+
+        Raises PeerError if the message is no HELLO of this group.
+        """
         if not isinstance(message, Hello):
             raise PeerError("the first message is no HELLO")
         if message.group != self.group:
@@ -469,7 +474,7 @@ def _configure(sock: socket.socket) -> None:
 
 
 class Resolved(NamedTuple):
-    """The arguments for creating a socket, and the address to which it connects."""
+    """The arguments for creating a socket (the first three fields), and the address to which it connects."""
 
     family: int
     socket_type: int
@@ -520,7 +525,7 @@ class NameLookup:
 
 
 def _look_up(address: tuple[str, int], flags: int = 0) -> Resolved:
-    """Resolve an address with the system's resolver. Blocking. Raises OSError."""
+    """Resolve an address with the system's resolver. Blocks. Raises OSError."""
     family, socket_type, protocol, _, target = socket.getaddrinfo(
         *address, type=socket.SOCK_STREAM, flags=flags
     )[0]

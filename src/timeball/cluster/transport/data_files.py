@@ -216,7 +216,7 @@ class DataFiles:
         self._removable.update(dict.fromkeys(remove_incomplete(self._files), now_ms + UNNAMED_MS))
 
     def run_once(self, timeout_s: float) -> bool:
-        """Run one call, if one arrives in time, and the periodic work. False once `stop` was called."""
+        """Run one call, if one arrives in time, and the periodic work. Returns False once `stop` was called."""
         try:
             call = self._calls.get(timeout=timeout_s) if timeout_s else self._calls.get_nowait()
         except Empty:
@@ -423,7 +423,7 @@ class DataFiles:
         self._request_next()
 
     def _add_piece(self, request: FileRequest, file: File) -> bool:
-        """Write a piece, the first one into a new file. True once the file is complete and durable.
+        """Write a piece, the first one into a new file. Returns True once the file is complete and durable.
 
         Raises PeerError for a wrong piece, OverLimit on a full disk.
         """
@@ -460,7 +460,7 @@ SYNC_BYTES = 8 << 20
 
 
 class IncomingFile:
-    """One file being received. Blocking. Belongs to one thread."""
+    """One file being received. The methods block. Belongs to one thread."""
 
     def __init__(self, files: Files, path: str, size_bytes: int, crc32c: int) -> None:
         """Create the temporary file. `path` is relative to the table."""
@@ -475,7 +475,10 @@ class IncomingFile:
         self._crc = 0
 
     def add(self, position: int, crc32c: int, chunk: bytes) -> bool:
-        """Write a piece. True once the file is complete and durable. Raises PeerError for a wrong piece."""
+        """Write a piece. Returns True once the file is complete and durable.
+
+        Raises PeerError for a wrong piece, OverLimit on a full disk.
+        """
         end = position + len(chunk)
         if (position, crc32c) != (self.received_bytes, self.crc32c) or not chunk or end > self.size_bytes:
             raise PeerError(
@@ -536,7 +539,7 @@ T = TypeVar("T")
 
 
 class OutgoingFiles:
-    """Reads the files of one replica. Blocking. Belongs to one thread."""
+    """Reads the files of one replica. The methods block. Belongs to one thread."""
 
     def __init__(self, files: Files, live: live_files.LiveFiles) -> None:
         self._files, self._live_files = files, live
@@ -618,7 +621,7 @@ class Shipment:
         self._announced_to.discard(node)
         for replicas in self._holders.values():
             replicas -= {replica for replica in replicas if node_of(replica) == node}
-        self._unfinished = set(self.sizes)
+        self._unfinished = set(self.sizes)  # `recount` removes the files that enough replicas have
 
     def recount(self, state: Replica) -> None:
         """Count again, because the set of replicas may have changed. Fail if this node does not lead any more."""

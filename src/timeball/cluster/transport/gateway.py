@@ -112,8 +112,12 @@ class LocalAnswers:
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes | None:
-    """Read the head of the first request, or the bytes that arrived instead. None after HEAD_S."""
-    with suppress(asyncio.LimitOverrunError):  # too long for a head: the bytes stay in the reader
+    """Read the head of the first request.
+
+    If the connection ends first, returns the bytes before the end. Returns b"" if the head is longer than the limit of
+    the reader, which keeps the bytes, and None after HEAD_S.
+    """
+    with suppress(asyncio.LimitOverrunError):  # the head is too long
         try:
             async with asyncio.timeout(HEAD_S):
                 return await reader.readuntil(END_OF_HEAD)
@@ -194,7 +198,7 @@ class Gateway:
     async def start(self) -> None:
         """Listen. Raises SetupError."""
         for edge, port in self._ports.items():
-
+            # `edge` is a default value, because the name in the loop changes before the function is called.
             async def forward(
                 reader: asyncio.StreamReader, writer: asyncio.StreamWriter, edge: str = edge
             ) -> None:
@@ -288,7 +292,10 @@ class Gateway:
     async def _connect(
         self, edge: str, task: asyncio.Task[None]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the leader. None when there was none for WAIT_S."""
+        """Connect to the leader, and record it as the leader of the forwarding `task`.
+
+        Returns None when there was none for WAIT_S.
+        """
         tls = self._http.tls_to_leader if self._http is not None and edge == HTTP else None
         loop = asyncio.get_running_loop()
         until_s = loop.time() + WAIT_S
