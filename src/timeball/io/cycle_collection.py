@@ -107,5 +107,5 @@ CYCLES = CycleCollection()
 
 def _freeze_survivors(phase: str, info: dict[str, Any]) -> None:
     """Freeze all objects after a collection of the second generation (a callback of `gc`)."""
-    if phase == "stop" and info["generation"] == 1:
+    if phase == "stop" and info["generation"] == 1:  # the generations are 0, 1 and 2
         gc.freeze()

@@ -187,7 +187,8 @@ def _typed_errors(action: str) -> Iterator[None]:
 def _open(path: Path, flags: int) -> int:
     """Open a descriptor. Borrows from the reserve if connections have taken all other descriptors.
 
-    Each try lends one more. All smaller ones are in use, so a connection takes at most one meanwhile.
+    Each try lends one descriptor more of the reserve. The descriptors lent before are in use, so a connection takes at
+    most one meanwhile.
     """
     for borrowed in range(RESERVE + 1):
         try:
@@ -203,6 +204,7 @@ class RealFile:
     """A file of the operating system."""
 
     def __init__(self, path: Path, *, create: bool, syncs: bool = True) -> None:
+        """Open the file. With `create`, it is made or emptied. Without `syncs`, `sync` does nothing."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
         self.path, self._syncs = path, syncs
         with _typed_errors(f"opening {path.name}"):
@@ -213,8 +215,8 @@ class RealFile:
         view = memoryview(data).cast("B")
         with _typed_errors(f"writing {self.path.name}"):
             while view:
-                written = os.pwrite(self._fd, view, offset)
-                view, offset = view[written:], offset + written
+                written_bytes = os.pwrite(self._fd, view, offset)
+                view, offset = view[written_bytes:], offset + written_bytes
 
     def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
         """See File. Reserves the blocks of a growing file, so that a full disk is noticed here and not at a commit."""
@@ -263,6 +265,7 @@ class _Mapping:
     """
 
     def __init__(self, fd: int, size_bytes: int, offset: int = 0, *, populate: bool = False) -> None:
+        """Map `size_bytes` bytes of the open file `fd` from `offset` on. `populate` loads them. Raises OSError."""
         # Set first, because __del__ also runs after a failure here.
         self._address, self._size_bytes = _MAP_FAILED, size_bytes
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
@@ -305,7 +308,7 @@ def check_readable(mapped: pa.Buffer, begin: int, end: int) -> None:
 
 
 def _is_loaded(mapped: pa.Buffer, begin: int, end: int) -> bool:
-    """Load the pages of these bytes. False if the disk, or faulty memory, cannot supply one of them."""
+    """Load the pages of these bytes. Returns False if the disk, or faulty memory, cannot supply one of them."""
     address = mapped.address + begin
     offset = address % mmap.PAGESIZE
     if end <= begin or _populate(address - offset, end - begin + offset, _MADV_POPULATE_READ) == 0:
@@ -353,7 +356,7 @@ class RealFiles:
         """See Files."""
         path = self.root / name
         with _typed_errors(f"making folder {path if name == '.' else name}"):
-            new_folders = {p for p in (path, *path.parents) if not p.exists()}
+            new_folders = {folder for folder in (path, *path.parents) if not folder.exists()}
             path.mkdir(parents=True, exist_ok=True)
         # Below the root every name is synced, even an existing one. A run killed between making a folder and syncing it
         # leaves a folder that processes see, but that a power cut removes with all its content.

@@ -116,7 +116,7 @@ class Metrics:
                     # Dead letters are counted below, by the topics that they were sent to.
                     if stat != Stat.TOPIC_PUT_NUMS or not topic.name.startswith(DLQ_PREFIX):
                         counts.add((topic.name,), rates.total(stat, topic.name), is_visible=is_visible)
-        dead = {
+        dead_letters = {
             (group, topic): count
             for key, count in rates.totals(Stat.DEAD_NUMS).items()
             for topic, _, group in (key.partition("@"),)  # a key is topic@group
@@ -130,7 +130,11 @@ class Metrics:
             largest[Stat.TOPIC_PUT_NUMS],
         )
         yield await reading.largest(
-            CounterMetricFamily, "timeball_dead_letters", "Messages a group gave up.", GROUP_TOPIC, dead
+            CounterMetricFamily,
+            "timeball_dead_letters",
+            "Messages a group gave up.",
+            GROUP_TOPIC,
+            dead_letters,
         )
         for name, text, stat in (
             ("released", "Scheduled messages put into their queues.", Stat.RELEASED_NUMS),
@@ -150,13 +154,13 @@ class Metrics:
             "Messages that were handed to consumers.",
             value=rates.total(Stat.BROKER_GET_NUMS),
         )
-        late = broker.lateness
+        lateness = broker.lateness
         yield histogram(
             "timeball_release_lateness_seconds",
             "From a message's instant to its release on disk.",
             [bound / 1_000 for bound in Lateness.BOUNDS],
-            late.counts.tolist(),
-            late.sum_ms / 1_000,
+            lateness.counts.tolist(),
+            lateness.sum_ms / 1_000,
         )
         yield GaugeMetricFamily(
             "timeball_release_interval_seconds",
@@ -310,20 +314,20 @@ class Metrics:
             TOPIC,
             {(topic,): rows for topic, rows in self._broker.pacing.held().items()},
         )
-        expired, letters = groups.expired()
+        expired_messages, expired_letters = groups.expired()
         yield await reading.largest(
             CounterMetricFamily,
             "timeball_expired_unread_messages",
             "Messages that retention removed, or a deleted topic took along, before a group read them.",
             GROUP_TOPIC,
-            expired,
+            expired_messages,
         )
         yield await reading.largest(
             CounterMetricFamily,
             "timeball_expired_dead_letters",
             "Dead letters that retention removed.",
             GROUP,
-            letters,
+            expired_letters,
         )
         connections = GaugeMetricFamily("timeball_connections", "Open connections.", labels=["edge"])
         for edge, count in self._connections().items():
@@ -346,7 +350,7 @@ class Metrics:
         failing = GaugeMetricFamily(
             "timeball_push_failing", "1 while single requests try a receiver.", labels=["subscription"]
         )
-        late = CounterMetricFamily(
+        late_acks = CounterMetricFamily(
             "timeball_push_late_acks",
             "Granted after the lease had ended: sent again.",
             labels=["subscription"],
@@ -364,8 +368,8 @@ class Metrics:
             )
             in_flight.add_metric([name], figures.in_flight)
             failing.add_metric([name], _flag(figures.is_held))
-            late.add_metric([name], figures.late_acks)
-        yield from (requests, seconds, in_flight, failing, late)
+            late_acks.add_metric([name], figures.late_acks)
+        yield from (requests, seconds, in_flight, failing, late_acks)
 
     def _spans(self) -> Iterator[Metric]:
         """Yield the metrics of traces. Without `--traces` they have no series."""
@@ -572,7 +576,7 @@ def _compaction_metrics(figures: Figures, lag_ms: int) -> list[Metric]:
         runs.add_metric([by], count)
         rows.add_metric([by], figures.rows[by])
         last.add_metric([by], figures.last_ms[by] / SECOND_MS)
-    took = durations(
+    seconds = durations(
         "timeball_compaction_seconds", "How long the broker's own took, with their attach.", figures.durations
     )
     failures = CounterMetricFamily(
@@ -583,7 +587,7 @@ def _compaction_metrics(figures: Figures, lag_ms: int) -> list[Metric]:
         "Age of the oldest row of the log that compaction is still to look at.",
         lag_ms / SECOND_MS,
     )
-    return [runs, rows, last, took, failures, lag]
+    return [runs, rows, last, seconds, failures, lag]
 
 
 def _store_metrics(cache: FileCache) -> list[Metric]:
@@ -616,7 +620,7 @@ def _job_metrics(states: list[JobState]) -> list[Metric]:
     state = GaugeMetricFamily(
         "timeball_pipeline_job_state", "1 for the state it has reported.", labels=["pipeline_job", "state"]
     )
-    heard = GaugeMetricFamily(
+    heard_at = GaugeMetricFamily(
         "timeball_pipeline_job_heard_timestamp_seconds",
         "When a job has reported last.",
         labels=["pipeline_job"],
@@ -628,7 +632,7 @@ def _job_metrics(states: list[JobState]) -> list[Metric]:
     failures = CounterMetricFamily(
         "timeball_pipeline_failures", "Micro-batches that failed.", labels=["pipeline_job"]
     )
-    took = GaugeMetricFamily(
+    seconds = GaugeMetricFamily(
         "timeball_pipeline_last_batch_seconds",
         "How long the latest micro-batch took.",
         labels=["pipeline_job"],
@@ -644,17 +648,17 @@ def _job_metrics(states: list[JobState]) -> list[Metric]:
     for figures, behind_rows, behind_ms in states:
         job = figures.job
         state.add_metric([job, figures.state], 1)
-        heard.add_metric([job], figures.updated_ms / SECOND_MS)
+        heard_at.add_metric([job], figures.updated_ms / SECOND_MS)
         batches.add_metric([job], figures.epochs)
         rows.add_metric([job], figures.rows)
         failures.add_metric([job], figures.failures)
         if figures.last is not None:
-            took.add_metric([job], figures.last.took_ms / SECOND_MS)
+            seconds.add_metric([job], figures.last.took_ms / SECOND_MS)
         if behind_rows is not None:
             lag_rows.add_metric([job], behind_rows)
         if behind_ms is not None:
             lag.add_metric([job], behind_ms / SECOND_MS)
-    return [state, heard, batches, rows, failures, took, lag_rows, lag]
+    return [state, heard_at, batches, rows, failures, seconds, lag_rows, lag]
 
 
 # ---- the metrics of a replica ---------------------------------------------------------------------------------

@@ -299,8 +299,8 @@ def _row_values(batch: SendBatch, index: int) -> dict[str, Any]:
     if isinstance(batch, list):
         return dict(zip(SEND_NAMES, batch[index], strict=True))
     return {
-        name: batch.column(i)[index].as_py()
-        for i, name in enumerate(batch.schema.names)
+        name: batch.column(column_index)[index].as_py()
+        for column_index, name in enumerate(batch.schema.names)
         if name in _ATTRIBUTE_COLUMNS
     }
 
@@ -324,15 +324,15 @@ class _RateLimit:
     def free_spans(self) -> int:
         """Refill the bucket for the time since the last call. Returns the number of spans that may be created now."""
         now_ns = self._clock.monotonic_ns()
-        gained = (now_ns - self._at_ns) / 1e9 * SPANS_PER_S
-        self._free_spans, self._at_ns = min(float(SPANS_AT_ONCE), self._free_spans + gained), now_ns
+        gained_spans = (now_ns - self._at_ns) / 1e9 * SPANS_PER_S
+        self._free_spans, self._at_ns = min(float(SPANS_AT_ONCE), self._free_spans + gained_spans), now_ns
         return int(self._free_spans)
 
     def take(self, wanted: int) -> int:
         """Take up to `wanted` spans from the bucket. Returns the number taken."""
-        taken = min(wanted, self.free_spans())
-        self._free_spans -= taken
-        return taken
+        taken_spans = min(wanted, self.free_spans())
+        self._free_spans -= taken_spans
+        return taken_spans
 
 
 class _CountingExporter(SpanExporter):

@@ -302,7 +302,7 @@ class _FileRemoved(Exception):
 
 def _list_segments(files: Files) -> list[_Segment]:
     """Map and scan all segments in use. Raises NotFound if there are none, Corrupt, and _FileRemoved."""
-    ordinals = sorted(int(n.removesuffix(SUFFIX)) for n in files.list_dir(LOG) if n.endswith(SUFFIX))
+    ordinals = sorted(int(name.removesuffix(SUFFIX)) for name in files.list_dir(LOG) if name.endswith(SUFFIX))
     segments: list[_Segment] = []
     for ordinal in ordinals:
         name = segment_name(ordinal)
@@ -356,7 +356,7 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
 
 
 def _live_data_files(segments: list[_Segment]) -> list[FileEntry]:
-    """List the data files that are live at the end of these segments."""
+    """List the data files that are live at the end of these segments. Raises Corrupt."""
     snapshot = _last_snapshot(segments)
     attachments: list[tuple[int, Attachment]] = []
     for segment in segments:

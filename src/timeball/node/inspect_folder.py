@@ -97,7 +97,10 @@ class InspectedSegment:
     @property
     def created_ms(self) -> int | None:
         """The time when the log began this segment. None in the same cases as `first_seq`."""
-        return None if self.first_seq is None else int(fmt.SEGMENT.unpack_from(self.buffer)[4])
+        if self.first_seq is None:
+            return None
+        *_, created_ms, _checksum = fmt.SEGMENT.unpack_from(self.buffer)
+        return int(created_ms)
 
 
 WalkResult = InspectedFrame | Torn | Damage
@@ -107,7 +110,7 @@ class FolderDump:
     """A data folder at the time of reading."""
 
     def __init__(self, files: Files) -> None:
-        """Read the checkpoint, and map the segments. Raises SetupError for a newer format, and as `_segments`."""
+        """Read the checkpoint, and map the segments. Raises SetupError for a newer format, NotFound as `_segments` does."""
         self.files = files
         self.damage: list[Damage] = []  # of the folder as a whole; `walk` yields the damage of a segment
         self.checkpoint = self._checkpoint()  # read before the log, which may grow meanwhile
@@ -419,12 +422,12 @@ def describe_rows(inspected: InspectedFrame, selection: Selection) -> Iterator[d
         kind = row.pop("kind")
         if selection.kinds and kind not in selection.kinds:
             continue
-        shown = {name: value for name, value in row.items() if value is not None}
+        values = {name: value for name, value in row.items() if value is not None}
         yield {
             "seq": seq,
             "kind": KIND_NAMES.get(kind, str(kind)),
-            **_encode_body(shown.pop("body", None)),
-            **shown,
+            **_encode_body(values.pop("body", None)),
+            **values,
         }
 
 
@@ -545,10 +548,10 @@ def _checkpoint_fields(folder: FolderDump) -> dict[str, Any] | None:
     # These are shown as counts, because there may be thousands of files, and META values may be secret.
     for name in ("files", "meta"):
         facts[name] = len(facts[name] or ())
-    shown: dict[str, Any] = msgspec.to_builtins(facts)
+    fields: dict[str, Any] = msgspec.to_builtins(facts)
     moved_rows, woken_rows = (table.shape[1] for table in (folder.checkpoint.moved, folder.checkpoint.woken))
     settled_rows = len(folder.checkpoint.settled_seq)
-    return {**shown, "settled_rows": settled_rows, "moved_rows": moved_rows, "woken_rows": woken_rows}
+    return {**fields, "settled_rows": settled_rows, "moved_rows": moved_rows, "woken_rows": woken_rows}
 
 
 def _queue_ranges(folder: FolderDump) -> list[dict[str, Any]]:
@@ -616,8 +619,8 @@ class CacheCheck:
         except Corrupt as error:
             self._record(name, None, f"{error}; delete it, it is made again")
             return
-        hashes = np.concatenate([np.empty(0, np.uint64), *(pair[0] for pair in keys)])
-        seqs = np.concatenate([np.empty(0, np.int64), *(pair[1] for pair in keys)])
+        hashes = np.concatenate([np.empty(0, np.uint64), *(frame_hashes for frame_hashes, _ in keys)])
+        seqs = np.concatenate([np.empty(0, np.int64), *(frame_seqs for _, frame_seqs in keys)])
         if not _are_same_pairs(hashes, seqs, *stored):
             self._record(name, None, "it does not hold the keys of its segment; delete it, it is made again")
 

@@ -132,9 +132,9 @@ class Node:
         self._load_bounds, self._codec = load_bounds, codec
         self.clock = clock or _create_clock(settings)
         self._real_files = RealFiles(settings.data) if files is None else None
-        chosen = files or self._real_files
-        assert chosen is not None
-        self.files: Files = chosen
+        data_folder = files or self._real_files
+        assert data_folder is not None
+        self.files: Files = data_folder
         # In a cluster, a function that builds a GroupedBroker, which also asks other groups.
         self.build_broker: Callable[..., Broker] = Broker
         self.broker: Broker
@@ -208,7 +208,7 @@ class Node:
             # Releases begin before the ports open: importing the code for clients takes longer than reading the log.
             self._run_until_stop(self.broker.ticker.run())
             self._run_until_stop(self._loop_lag.run())
-            self.metrics = await in_thread(self._threads[2], self._metrics)
+            self.metrics = await in_thread(self._threads[2], self._create_metrics)
             if listen:
                 await in_thread(self._threads[2], import_module, "timeball.edges.edges")
                 # pyarrow imports it with the first column that it makes, which takes 12 ms of the event loop.
@@ -270,7 +270,7 @@ class Node:
         _, reader_thread, background, lookup = self._threads
         write_format(files)
         opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
-        newest_ms = max(each.newest_append_ms for each in opened.segments.all)
+        newest_ms = max(segment.newest_append_ms for segment in opened.segments.all)
         if self.settings.clock == "manual" and isinstance(self.clock, ManualClock):
             # A previous run may have advanced its clock far beyond the real time.
             self.clock.advance(max(0, newest_ms - self.clock.wall_ms()))
@@ -285,9 +285,9 @@ class Node:
         is_local, ahead_ms = cache.is_local if cache else None, self._load_bounds.ahead_ms
         data: DataFiles = files if cache else catalog.data
         hour_log = HourLog(data, reader, reader_thread, recovered.files, ahead_ms=ahead_ms, is_local=is_local)
-        levels = self._levels(reader, tables.topics, outcomes)
+        levels = self._create_levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes, ahead_ms) or hour_log
-        writer = self._writer(opened)
+        writer = self._create_writer(opened)
         durations = Durations(outcomes, lambda: writer.next_seq, clock, find_durations)
         durations.begin(newest_ms, applying.ledger.watermark)
         tables.meta.open(writer.append, clock.now_ms)
@@ -296,7 +296,7 @@ class Node:
             log=CommitLog(writer, reader, KeyIndex(files, opened.segments, reader)),
             tables=tables, redeliveries=recovered.redeliveries, attach_state=applying.ledger,
             scheduling=Scheduling(
-                self._scheduler(reader, outcomes, backlog, hour_log, levels, durations),
+                self._create_scheduler(reader, outcomes, backlog, hour_log, levels, durations),
                 backlog, hour_log, levels, outcomes,
             ),
             pending_table=PendingTable(catalog, TableKeys(files, cache, catalog.data), cache),
@@ -313,7 +313,7 @@ class Node:
         await self._restore(recovered, state if recovered.resumes else None)
         self.maintenance = Maintenance(self.broker, recovered.snapshot_seq, recovered.log_from_seq)
 
-    def _metrics(self) -> Metrics:
+    def _create_metrics(self) -> Metrics:
         """Create the metrics. Runs in a thread, because the import of Prometheus' client takes long."""
         from timeball.monitoring.metrics import Metrics
 
@@ -365,7 +365,7 @@ class Node:
             now_ms=self.clock.wall_ms(), durable_before_seq=saved.facts.seq if saved else 0,
         )  # fmt: skip
 
-    def _scheduler(
+    def _create_scheduler(
         self,
         reader: LogReader,
         outcomes: Outcomes,
@@ -389,7 +389,7 @@ class Node:
             durations=durations,
         )
 
-    def _levels(self, reader: LogReader, topics: Topics, outcomes: Outcomes) -> DelayLevels:
+    def _create_levels(self, reader: LogReader, topics: Topics, outcomes: Outcomes) -> DelayLevels:
         """Create the backlog of RocketMQ's delay levels, whose messages are in the queues of SCHEDULE_TOPIC."""
 
         def indexes() -> list[QueueIndex]:
@@ -399,7 +399,7 @@ class Node:
         ahead_ms = self._load_bounds.ahead_ms
         return DelayLevels(reader, self._level_table, indexes, outcomes, ahead_ms=ahead_ms)
 
-    def _writer(self, opened: Opened) -> LogWriter:
+    def _create_writer(self, opened: Opened) -> LogWriter:
         """Create the writer of the open log."""
         return LogWriter(
             self.files, opened.segments, opened.file, self.clock, self._threads[0],

@@ -216,8 +216,9 @@ class ReplicatedNode:
         then the caller must replace the process.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)  # until the next node listens to them, they end the process
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            # Until the next node listens to these signals, they end the process.
+            loop.remove_signal_handler(signal_number)
         is_building = self._lead_task is not None and not self._lead_task.done()
         if is_building or not isinstance(error, LeaseLost | NotLeader):
             return False
