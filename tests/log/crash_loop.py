@@ -58,6 +58,7 @@ async def scenario(files: CrashFiles, witness: Witness) -> None:
     """Run a log twice: append rows alone and in groups, reserve numbers, roll, and remove segments."""
     reserve = build_rows(1, kind=int(Kind.TABLE), body=b"10")
     async with opened(files, disk=AtOnce()) as log:
+        # The numbers of the messages have no meaning, but are all different.
         for hundred in range(0, 500, 100):
             await witness.append(log, batch(hundred + 1, 3, body_bytes=200))
             group = [batch(hundred + 11 * count, count, body_bytes=50) for count in (1, 2, 3)]

@@ -30,6 +30,7 @@ class AtOnce(Disk):
     """A disk that runs each call in the caller's thread, so that the order of calls is always the same."""
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
+        """Run the call, and return the future of its outcome, which is done."""
         future: Future[object] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -46,6 +47,7 @@ class HeldDisk(Disk):
         self.held: list[tuple[Callable[[], object], Future[object]]] = []
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
+        """Hold the call, and return the future of its outcome."""
         future: Future[object] = Future()
         self.held.append((lambda: fn(*args, **kwargs), future))
         return future
@@ -170,8 +172,8 @@ def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
-            for n in range(commits):
-                await log.append(batch(1 + n * rows, rows))
+            for commit in range(commits):
+                await log.append(batch(1 + commit * rows, rows))
 
     asyncio.run(write())
     return bodies([batch(1, commits * rows)])

@@ -74,7 +74,7 @@ columns = st.lists(st.tuples(int64s, int64s, int64s, int64s), max_size=9)
 
 
 def checkpoint(
-    known: Facts,
+    some_facts: Facts,
     settled: list[tuple[int, int]],
     moved: Sequence[tuple[int, ...]] = (),
     woken: Sequence[tuple[int, ...]] = (),
@@ -83,7 +83,7 @@ def checkpoint(
     due = np.array([due_ms for due_ms, _ in settled], np.int64)
     seq = np.array([seq for _, seq in settled], np.int64)
     moved_columns, woken_columns = (np.array(rows, np.int64).reshape(-1, 4).T for rows in (moved, woken))
-    return Checkpoint(known, due, seq, moved_columns, woken_columns)
+    return Checkpoint(some_facts, due, seq, moved_columns, woken_columns)
 
 
 def checkpoint_at(seq: int) -> Checkpoint:
@@ -106,16 +106,16 @@ def are_equal(one: Checkpoint | None, other: Checkpoint) -> bool:
 
 @given(facts, pairs, columns, columns, st.sampled_from([1, 3, cp.PIECE_ROWS]))
 def test_saved_checkpoint_is_loaded_back(
-    known: Facts,
+    some_facts: Facts,
     settled: list[tuple[int, int]],
     moved: list[tuple[int, ...]],
     woken: list[tuple[int, ...]],
     piece_rows: int,
 ) -> None:
     files = CrashFiles()
-    saved = checkpoint(known, settled, moved, woken)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cp, "PIECE_ROWS", piece_rows)
+    saved = checkpoint(some_facts, settled, moved, woken)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cp, "PIECE_ROWS", piece_rows)
         save(files, encode(saved))
     assert are_equal(load(files), saved)
     assert are_equal(parse(files.content(NAME)), saved)
@@ -129,16 +129,16 @@ def test_a_table_encoded_in_parts_is_decoded_whole(
     cuts: list[int],
     piece_rows: int,
 ) -> None:
-    wanted = checkpoint(Facts(seq=7), settled, moved, woken)
+    original = checkpoint(Facts(seq=7), settled, moved, woken)
     bounds = [0, *sorted(cuts), 99]  # of the parts; no table has as many rows
-    tables = ((wanted.settled_due, wanted.settled_seq), wanted.moved, wanted.woken)
+    tables = ((original.settled_due, original.settled_seq), original.moved, original.woken)
     parts = [
         [tuple(column[low:high] for column in table) for low, high in pairwise(bounds)] for table in tables
     ]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cp, "PIECE_ROWS", piece_rows)
-        pieces = list(cp.encoded_pieces(wanted.facts, *parts))
-    assert are_equal(decode(b"".join(pieces)), wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cp, "PIECE_ROWS", piece_rows)
+        pieces = list(cp.encoded_pieces(original.facts, *parts))
+    assert are_equal(decode(b"".join(pieces)), original)
 
 
 def test_loaded_arrays_are_copies() -> None:
@@ -180,7 +180,7 @@ def test_two_million_settled_and_woken_messages_need_a_twentieth_of_the_largest_
 
 
 def test_missing_facts_have_defaults_and_unknown_ones_are_ignored() -> None:
-    payload = payload_of_version_1(b'{"seq":9,"table_attach_seq":0}')
+    payload = payload_of_version_1(b'{"seq":9,"table_attach_seq":0}')  # the second one is unknown
     parsed = parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
     assert are_equal(parsed, checkpoint(Facts(seq=9), []))
 
@@ -204,12 +204,12 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed() -> None:
         parse(content + b"\0")
 
 
-def claimed(facts_bytes: int, pairs: int, content: bytes) -> bytes:
+def payload_claiming(facts_bytes: int, pairs: int, content: bytes) -> bytes:
     """Build a payload of version 1 whose header claims these lengths."""
     return struct.pack("<QQ", facts_bytes, pairs) + content
 
 
-def claimed_state(facts_bytes: int, settled: int, content: bytes) -> bytes:
+def state_claiming(facts_bytes: int, settled: int, content: bytes) -> bytes:
     """Build a payload whose header claims these lengths."""
     return STATE_HEADER.pack(STATE_MAGIC, facts_bytes, settled, 0, 0) + content
 
@@ -224,16 +224,16 @@ def zstd(content: bytes) -> bytes:
     [
         pytest.param(b"", id="empty"),
         pytest.param(bytes(15), id="short"),
-        pytest.param(claimed(5, 0, b"{}"), id="cut facts"),
-        pytest.param(claimed(2, 0, b"[]"), id="no facts"),
-        pytest.param(claimed(2, 2, b"{}" + bytes(31)), id="few pairs"),
-        pytest.param(claimed(2, 2**63, b"{}" + bytes(32)), id="too many pairs"),
-        pytest.param(claimed(2**63, 0, b"{}"), id="endless facts"),
-        pytest.param(claimed(3_005, 0, b'{"x":' + b"[" * 3_000), id="nested facts"),
-        pytest.param(claimed_state(2, 0, b"{}"), id="not compressed"),
-        pytest.param(claimed_state(2, 1, zstd(b"{}" + bytes(8))), id="few rows"),
-        pytest.param(claimed_state(2**62, 0, zstd(b"{}")), id="endless facts of a state"),
-        pytest.param(claimed_state(2, 2**63, zstd(b"{}")), id="endless rows"),
+        pytest.param(payload_claiming(5, 0, b"{}"), id="cut facts"),
+        pytest.param(payload_claiming(2, 0, b"[]"), id="no facts"),
+        pytest.param(payload_claiming(2, 2, b"{}" + bytes(31)), id="few pairs"),
+        pytest.param(payload_claiming(2, 2**63, b"{}" + bytes(32)), id="too many pairs"),
+        pytest.param(payload_claiming(2**63, 0, b"{}"), id="endless facts"),
+        pytest.param(payload_claiming(3_005, 0, b'{"x":' + b"[" * 3_000), id="nested facts"),
+        pytest.param(state_claiming(2, 0, b"{}"), id="not compressed"),
+        pytest.param(state_claiming(2, 1, zstd(b"{}" + bytes(8))), id="few rows"),
+        pytest.param(state_claiming(2**62, 0, zstd(b"{}")), id="endless facts of a state"),
+        pytest.param(state_claiming(2, 2**63, zstd(b"{}")), id="endless rows"),
     ],
 )
 def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
@@ -244,7 +244,7 @@ def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
 def test_damaged_checkpoint_loads_as_none_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     files = CrashFiles()
     save(files, encode(checkpoint_at(6)))
-    files.open(NAME).write_at(40, b"?")
+    files.open(NAME).write_at(HEADER.size + 16, b"?")  # in the payload
     with caplog.at_level(logging.WARNING):
         assert load(files) is None
     assert "the log is replayed from its last snapshot" in caplog.text

@@ -42,12 +42,12 @@ def test_results_and_exceptions_of_any_kind_reach_the_caller() -> None:
 
 
 def test_shutdown_refuses_calls_and_may_cancel_queued_ones() -> None:
-    disk, may_end, run = DiskThread(), threading.Event(), []
+    disk, may_end, calls_run = DiskThread(), threading.Event(), []
     running = disk.submit(may_end.wait)
     while not running.running():
         pass
-    queued = disk.submit(run.append, "queued by submit")
-    disk.post(lambda: run.append("queued by post"))
+    queued = disk.submit(calls_run.append, "queued by submit")
+    disk.post(lambda: calls_run.append("queued by post"))
     disk.shutdown(wait=False, cancel_futures=True)
     may_end.set()
     disk.shutdown()
@@ -56,8 +56,8 @@ def test_shutdown_refuses_calls_and_may_cancel_queued_ones() -> None:
         queued.result()
     with pytest.raises(RuntimeError, match="shut down"):
         disk.submit(may_end.wait)
-    disk.post(lambda: run.append("posted after the shutdown"))
-    assert run == []
+    disk.post(lambda: calls_run.append("posted after the shutdown"))
+    assert calls_run == []
 
 
 def test_call_is_not_referenced_after_it_has_run() -> None:

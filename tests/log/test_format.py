@@ -17,6 +17,8 @@ from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows, with_seq
 
+# The first frame of a segment begins at byte 64, behind the header of the segment.
+#
 # Byte positions in the header of a frame.
 VERSION_AT, FLAGS_AT, LENGTH_AT, ROWS_AT, SPAN_AT, PAYLOAD_AT, CRC_AT, SYNCED_TO_AT = (
     4,
@@ -149,7 +151,7 @@ def test_an_error_names_the_position_in_the_segment() -> None:
 
 def test_truncated_header_at_the_end_of_a_segment_is_no_frame() -> None:
     data = segment(encode(batch(1, 2)), blank_bytes=0).to_pybytes()
-    assert fmt.read_frame(pa.py_buffer(data[:127]), 64) is None
+    assert fmt.read_frame(pa.py_buffer(data[: 64 + fmt.FRAME.size - 1]), 64) is None
 
 
 def test_header_with_one_nonzero_byte_is_corrupt() -> None:

@@ -76,6 +76,7 @@ def test_start_reads_segments_that_a_replay_needs() -> None:
     assert [segment.is_indexed for segment in opened.all[:3]] == [True, False, False]
 
 
+# A byte of the magic, the number of frames, the checksum, `first_seq`, `next_seq` and a position, and the last byte.
 @pytest.mark.parametrize("position", [0, 8, HEADER.size - 1, HEADER.size, HEADER.size + 9, ARRAYS_AT + 3, -1])
 def test_a_damaged_index_is_ignored_and_written_again(
     position: int, caplog: pytest.LogCaptureFixture

@@ -47,13 +47,13 @@ def page_in_frame(files: BadDisk, name: str, frame_number: int) -> int:
 
 @pytest.mark.parametrize(("name", "number"), [(FIRST, 2), (LAST, 1), (LAST, 3)])
 def test_a_start_and_a_replica_name_the_unreadable_byte(files: BadDisk, name: str, number: int) -> None:
-    bad = page_in_frame(files, name, number)
-    files.bad = {name: [bad + 17]}
-    with pytest.raises(Corrupt, match=f"{name}: the disk cannot read byte {bad}; restore this file"):
+    bad_byte = page_in_frame(files, name, number)
+    files.bad = {name: [bad_byte + 17]}
+    with pytest.raises(Corrupt, match=f"{name}: the disk cannot read byte {bad_byte}; restore this file"):
         segments(files)
     read_segments, damage = read_replica(files, batch_bytes=8 << 20)
     assert damage.startswith(f"{name}")
-    assert f"the disk cannot read byte {bad}" in damage
+    assert f"the disk cannot read byte {bad_byte}" in damage
     assert read_segments[-1].name == name
 
 
@@ -62,10 +62,10 @@ def test_an_unreadable_page_behind_the_last_frame_is_no_torn_commit(files: BadDi
     end = segments(files).last.end
     files.open(LAST).write_at(end, torn)
     files.bad = {LAST: [end + 5 * PAGE]}
-    bad = (end + 5 * PAGE) // PAGE * PAGE
-    with pytest.raises(Corrupt, match=f"{LAST}: the disk cannot read byte {bad}"):
+    bad_byte = (end + 5 * PAGE) // PAGE * PAGE
+    with pytest.raises(Corrupt, match=f"{LAST}: the disk cannot read byte {bad_byte}"):
         segments(files)
-    assert read_replica(files, batch_bytes=8 << 20)[1] == f"{LAST}: the disk cannot read byte {bad}"
+    assert read_replica(files, batch_bytes=8 << 20)[1] == f"{LAST}: the disk cannot read byte {bad_byte}"
 
 
 def test_a_segment_with_an_unreadable_header_is_refused(files: BadDisk) -> None:
@@ -75,11 +75,11 @@ def test_a_segment_with_an_unreadable_header_is_refused(files: BadDisk) -> None:
 
 
 def test_an_unreadable_row_of_a_segment_that_the_start_did_not_read_raises_corrupt(files: BadDisk) -> None:
-    bad, next_seq = page_in_frame(files, FIRST, 2), segments(files).next_seq
-    files.bad = {FIRST: [bad]}
+    bad_byte, next_seq = page_in_frame(files, FIRST, 2), segments(files).next_seq
+    files.bad = {FIRST: [bad_byte]}
     reader = LogReader(segments(files, durable_before_seq=next_seq))
     assert len(list(reader.rows(1, 3))) == 2
-    with pytest.raises(Corrupt, match=f"{FIRST}: the disk cannot read byte {bad}; restore this file"):
+    with pytest.raises(Corrupt, match=f"{FIRST}: the disk cannot read byte {bad_byte}; restore this file"):
         list(reader.rows(1, 4))
 
 

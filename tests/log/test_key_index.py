@@ -21,7 +21,7 @@ from timeball.log.reader import LogReader
 from timeball.model.key_hash import KeyRun, UInt64Array, hash_string
 from timeball.model.message import Kind, build_rows
 
-SMALL = 4096
+SMALL = 4096  # bytes of a segment
 
 
 def hashes(*texts: str) -> UInt64Array:
@@ -40,12 +40,12 @@ def index_of_commits(files: Files, commits: int, *, look_up_after: tuple[int, ..
 
     async def write() -> KeyIndex:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
-            keys = index_of(files, log)
+            index = index_of(files, log)
             for commit in range(commits):
                 await log.append(batch(3 * commit))
                 if commit in look_up_after:
-                    keys.find_rows(hashes("id-0"))
-            return keys
+                    index.find_rows(hashes("id-0"))
+            return index
 
     return asyncio.run(write())
 
@@ -66,7 +66,7 @@ def test_find_rows_equals_a_plain_search(
 
     async def work() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
-            keys, expected = index_of(files, log), []
+            index, expected = index_of(files, log), []
             for messages, is_looked_up in commits:
                 ids, keys_texts = zip(*messages, strict=True)
                 (first_seq,) = await log.append(
@@ -76,8 +76,8 @@ def test_find_rows_equals_a_plain_search(
                     if {unique_key, *filter(None, (keys_text or "").split(" "))} & set(wanted):
                         expected.append(seq)
                 if is_looked_up:
-                    assert keys.find_rows(hashes(*wanted)).tolist() == expected
-            assert keys.find_rows(hashes(*wanted)).tolist() == expected
+                    assert index.find_rows(hashes(*wanted)).tolist() == expected
+            assert index.find_rows(hashes(*wanted)).tolist() == expected
             new_index = index_of(files, log)
             assert new_index.find_rows(hashes(*wanted)).tolist() == expected
 
@@ -89,8 +89,8 @@ def test_an_empty_log_has_no_rows() -> None:
 
 
 def test_the_same_row_by_id_and_by_key_is_one_row() -> None:
-    keys = index_of_commits(CrashFiles(), 10)
-    assert keys.find_rows(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
+    index = index_of_commits(CrashFiles(), 10)
+    assert index.find_rows(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
 
 
 def test_reserved_numbers_are_skipped() -> None:
@@ -115,9 +115,9 @@ def runs_of(files: Files) -> list[str]:
 
 def test_only_a_look_up_makes_key_runs_and_only_of_sealed_segments() -> None:
     files = CrashFiles()
-    keys = index_of_commits(files, 8)
+    index = index_of_commits(files, 8)
     assert runs_of(files) == []
-    keys.find_rows(hashes("id-1"))
+    index.find_rows(hashes("id-1"))
     sealed = [f"{segment.ordinal:010d}.keys" for segment in reopened(files).segments.all[:-1]]
     assert runs_of(files) == sealed and len(sealed) >= 3
 
@@ -166,15 +166,15 @@ def test_damaged_key_run_is_rebuilt_from_the_log(damage: Callable[[bytes], bytes
 
 def test_power_cut_while_key_runs_are_made_loses_nothing() -> None:
     uncut = CrashFiles()
-    keys = index_of_commits(uncut, 8)
+    index = index_of_commits(uncut, 8)
     calls_before = uncut.calls
-    keys.find_rows(hashes("id-1"))
+    index.find_rows(hashes("id-1"))
     for cut in range(calls_before + 1, uncut.calls + 1):
         files = CrashFiles()
-        keys = index_of_commits(files, 8)
+        index = index_of_commits(files, 8)
         files.crash_at = cut
         with pytest.raises(BaseException, match="power"):
-            keys.find_rows(hashes("id-1"))
+            index.find_rows(hashes("id-1"))
         for seed in range(3):
             after = files.crash(seed)
             segments = reopened(after).segments
@@ -192,12 +192,12 @@ def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyP
 
     async def work() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=256 * 1024) as log:
-            keys = index_of(files, log)
+            index = index_of(files, log)
             for messages in range(0, 72, 3):
                 await log.append(batch(messages))
                 ids = [f"id-{message}" for message in range(messages + 3)]
-                assert keys.find_rows(hashes(*ids)).tolist() == list(range(1, messages + 4))
-                run_sizes = [run.pairs for run in keys._runs]
+                assert index.find_rows(hashes(*ids)).tolist() == list(range(1, messages + 4))
+                run_sizes = [run.pairs for run in index._runs]
                 assert all(size > 2 * following for size, following in itertools.pairwise(run_sizes)), (
                     run_sizes
                 )
@@ -209,9 +209,9 @@ def test_many_small_runs_are_merged_and_none_is_lost(monkeypatch: pytest.MonkeyP
 
 
 def test_a_roll_between_two_look_ups_loses_nothing() -> None:
-    keys = index_of_commits(CrashFiles(), 10, look_up_after=(0, 1, 4, 5))
+    index = index_of_commits(CrashFiles(), 10, look_up_after=(0, 1, 4, 5))
     ids = [f"id-{message}" for message in range(30)]
-    assert keys.find_rows(hashes(*ids)).tolist() == list(range(1, 31))
+    assert index.find_rows(hashes(*ids)).tolist() == list(range(1, 31))
 
 
 def test_rows_removed_by_retention_are_not_found(tmp_path: Path) -> None:
@@ -219,14 +219,14 @@ def test_rows_removed_by_retention_are_not_found(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with opened(files, segment_bytes=SMALL) as log:
-            keys = index_of(files, log)
+            index = index_of(files, log)
             for n in range(8):
                 await log.append(batch(3 * n))
-            assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [1, 21]
+            assert index.find_rows(hashes("id-0", "id-20")).tolist() == [1, 21]
             removed = log.segments.all[:2]
             log.segments.remove(files, removed)
-            assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [21]
-            assert keys._sealed_runs.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
+            assert index.find_rows(hashes("id-0", "id-20")).tolist() == [21]
+            assert index._sealed_runs.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
             assert len(runs_of(files)) == len(log.segments.all) - 1
 
     asyncio.run(work())

@@ -15,7 +15,7 @@ from timeball.log import row_encoder
 from timeball.log.row_encoder import build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow, build_rows
 
-MIN = row_encoder.SHARING_ROWS_MIN
+ROWS_MIN = row_encoder.SHARING_ROWS_MIN
 EMPTY = {pa.string(): "", pa.binary(): b""}  # 0 for any other type
 VALUES: dict[pa.DataType, list[Any]] = {
     pa.int8(): [-1, 0, 1],
@@ -29,7 +29,7 @@ VALUES: dict[pa.DataType, list[Any]] = {
 @st.composite
 def rows(draw: st.DrawFn) -> list[LogRow]:
     """Build rows in which many columns are null or 0 in all rows."""
-    count, chance = draw(st.integers(1, 3 * MIN)), random.Random(draw(st.integers(0, 2**32)))
+    count, chance = draw(st.integers(1, 3 * ROWS_MIN)), random.Random(draw(st.integers(0, 2**32)))
     columns = []
     for field in LOG_SCHEMA:
         empty = EMPTY.get(field.type, 0)
@@ -49,7 +49,7 @@ def test_columns_with_shared_zeros_equal_the_original(values: list[LogRow]) -> N
     assert [column.null_count for column in decoded.columns] == [
         column.null_count for column in reference.columns
     ]
-    if len(values) >= MIN:
+    if len(values) >= ROWS_MIN:
         assert b"".join(row_encoder.share_zeros(reference.serialize())) == message.to_pybytes()
     assert message.size <= pa.ipc.get_record_batch_size(reference)
     if row_encoder.MessageEncoder is not None:
@@ -64,7 +64,7 @@ def test_columns_with_shared_zeros_equal_the_original(values: list[LogRow]) -> N
 def test_the_parts_of_a_large_message_are_the_message_that_a_frame_contains() -> None:
     """Large messages stay in parts, so that bodies are not copied."""
     rows = build_rows(
-        2 * MIN,
+        2 * ROWS_MIN,
         kind=int(Kind.SCHEDULED),
         topic="t",
         queue_id=0,
@@ -86,7 +86,9 @@ def test_the_parts_of_a_large_message_are_the_message_that_a_frame_contains() ->
     assert fmt.decode_rows(segment, frame).equals(rows)
 
 
-@pytest.mark.parametrize(("count", "least", "most"), [(MIN - 1, 0, 0), (MIN, 56, 64), (131_072, 56, 57)])
+@pytest.mark.parametrize(
+    ("count", "least", "most"), [(ROWS_MIN - 1, 0, 0), (ROWS_MIN, 56, 64), (131_072, 56, 57)]
+)
 def test_scheduled_rows_store_their_zeros_once(count: int, least: int, most: int) -> None:
     """Seven columns are null, queue and flags 0. The shared zeros are as long as the widest column: 8 bytes a row."""
     batch = build_rows(

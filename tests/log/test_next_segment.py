@@ -89,7 +89,7 @@ def test_disk_space_is_reserved_a_step_ahead(tmp_path: Path) -> None:
     """Checks the blocks of the file system, not the file's length."""
 
     def allocated_bytes(ordinal: int) -> int:
-        return (tmp_path / segment_name(ordinal)).stat().st_blocks * 512
+        return (tmp_path / segment_name(ordinal)).stat().st_blocks * 512  # a block has 512 bytes
 
     async def work() -> None:
         files = RealFiles(tmp_path)

@@ -135,7 +135,9 @@ class Machine(RuleBasedStateMachine):
             position %= self.files.size(name)
             file.write_at(position, bytes([self.files.content(name)[position] ^ 1]))
             # The tables before the entries are checked only at a start. So damage to them must be followed by one.
-            tables_end = 64 + 24 * len(QUEUES) + 50
+            tables_end = (
+                64 + 24 * len(QUEUES) + 50
+            )  # the header, the runs, at most 50 bytes of the other tables
             if position < tables_end or file_number % 3 == 0:
                 self.open()
 

@@ -28,7 +28,7 @@ from timeball.log.segment import Segment, Segments, segment_name
 from timeball.model.errors import Corrupt, OutOfRange
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Kind, build_rows
 
-SMALL = 4096
+SMALL = 4096  # bytes of a segment
 RESERVED = 5  # numbers that a TABLE row reserves besides its own
 
 

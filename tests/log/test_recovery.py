@@ -24,6 +24,7 @@ from timeball.model.message import Kind, build_rows
 SEGMENT_BYTES = 16 * 1024
 # Byte positions in the header of a frame.
 VERSION_AT, LENGTH_AT, CRC_AT, SYNCED_TO_AT = 4, 8, 52, 56
+IN_BODY = 300  # a byte behind the header of a frame, counted from the begin of the frame
 
 
 def seal(frame: bytearray) -> None:
@@ -64,7 +65,7 @@ def test_torn_last_commit_is_overwritten_with_zeros() -> None:
     files = CrashFiles()
     expected = fill(files, 3)
     name, position = segment_name(1), last_frames(files)[-1]
-    flip(files, name, position + 300)
+    flip(files, name, position + IN_BODY)
     recovered = reopened(files)
     assert recovered.cut_bytes > 0 and recovered.segments.next_seq == 7
     assert list(read_all(recovered.segments).values()) == expected[:6]
@@ -76,7 +77,7 @@ def test_damage_before_the_last_commit_is_refused_without_a_checkpoint_and_chang
     files = CrashFiles()
     fill(files, 3)
     before = files.content(segment_name(1))
-    flip(files, segment_name(1), last_frames(files)[-2] + 300)
+    flip(files, segment_name(1), last_frames(files)[-2] + IN_BODY)
     with pytest.raises(Corrupt, match="proves that it was acknowledged"):
         reopened(files)
     after = files.content(segment_name(1))
@@ -97,7 +98,7 @@ def test_a_blank_hole_before_the_last_commit_is_refused() -> None:
 def test_damage_to_the_last_commit_is_refused_if_a_checkpoint_covers_it_and_else_cut() -> None:
     files = CrashFiles()
     fill(files, 3)
-    flip(files, segment_name(1), last_frames(files)[-1] + 300)
+    flip(files, segment_name(1), last_frames(files)[-1] + IN_BODY)
     with pytest.raises(Corrupt, match="checkpoint covers seq 9"):
         reopened(files, durable_before_seq=10)
     assert reopened(files, durable_before_seq=7).segments.next_seq == 7
@@ -116,7 +117,7 @@ def test_frames_of_one_commit_prove_nothing_about_each_other() -> None:
             assert log.writer.statistics.commits == 2 and log.writer.statistics.frames == 3
 
     asyncio.run(write())
-    flip(files, segment_name(1), last_frames(files)[1] + 300)
+    flip(files, segment_name(1), last_frames(files)[1] + IN_BODY)
     assert reopened(files).segments.next_seq == 4
 
 
@@ -124,8 +125,8 @@ def test_a_damaged_frame_proves_nothing_about_the_frames_before_it() -> None:
     files = CrashFiles()
     fill(files, 3)
     _, second, third = last_frames(files)
-    flip(files, segment_name(1), second + 300)
-    flip(files, segment_name(1), third + 300)
+    flip(files, segment_name(1), second + IN_BODY)
+    flip(files, segment_name(1), third + IN_BODY)
     assert reopened(files).segments.next_seq == 4
     with pytest.raises(Corrupt):
         reopened(files.crash(), durable_before_seq=10)
@@ -244,7 +245,7 @@ def three_segments() -> tuple[CrashFiles, list[bytes]]:
 def test_a_sealed_segment_with_a_damaged_or_missing_last_frame_is_refused() -> None:
     files, _ = three_segments()
     last_frame = reopened(files).segments.all[0].frame_positions[-1]
-    in_header, in_body = last_frame, last_frame + 300
+    in_header, in_body = last_frame, last_frame + IN_BODY
     for position in (in_header, in_body):
         damaged = files.crash()
         flip(damaged, segment_name(1), position)
@@ -411,7 +412,7 @@ def test_recovery_in_a_real_folder_cuts_a_torn_commit(tmp_path: Path) -> None:
     recovered.file.file.close()
     last = recovered.segments.last
     with open(tmp_path / last.name, "r+b") as file:
-        file.seek(last.frame_positions[-1] + 300)
+        file.seek(last.frame_positions[-1] + IN_BODY)
         file.write(b"damage")
     recovered = reopened(files)
     assert recovered.cut_bytes > 0 and recovered.segments.next_seq == len(expected) - 2

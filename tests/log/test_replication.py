@@ -27,6 +27,7 @@ class HeldReplication:
         self.error: BaseException | None = None
 
     def commit(self, extent: Extent) -> None:
+        """Write and sync the commit. Return, or raise `error`, when the test allows it."""
         self.extents.append(extent)
         extent.file.file.write_at(extent.position, extent.frames)
         extent.file.file.sync()
@@ -49,6 +50,7 @@ class ReplicatedLog:
         )  # fmt: skip
 
     async def close(self) -> None:
+        """Let all commits return, and close the log."""
         self.replication.allowed_returns.release(1_000)
         await self.writer.close()
         self.disk.shutdown()
@@ -106,6 +108,7 @@ def test_a_commit_of_several_frames_is_one_extent_in_one_segment() -> None:
         await log.close()
 
     def frames(extent: Extent) -> list[fmt.Frame]:
+        """Read the frames of an extent from its segment."""
         frames, position = [], extent.position
         while position < extent.position + len(extent.frames):
             frame = fmt.read_frame(extent.file.mapped, position)

@@ -73,12 +73,12 @@ def test_the_compiled_builder_is_used_if_it_is_installed() -> None:
 
 @given(st.lists(ROWS, min_size=2, max_size=5), st.lists(st.booleans(), min_size=5, max_size=5))
 def test_joining_values_equals_joining_columns(parts: list[list[LogRow]], are_columns: list[bool]) -> None:
-    made = [
+    mixed_parts = [
         rows_of(part) if as_rows else row_encoder.build(part)
         for part, as_rows in zip(parts, are_columns, strict=False)
     ]
     reference = rows_of([row for part in parts for row in part])
-    joined = row_encoder.joined(made)
+    joined = row_encoder.joined(mixed_parts)
     assert row_encoder.as_batch(joined).equals(reference)
     assert len(row_encoder.encode(reference)) <= row_encoder.message_bytes(joined)
     assert row_encoder.message_bytes(joined) <= pa.ipc.get_record_batch_size(reference)
@@ -164,7 +164,7 @@ def test_a_message_of_another_layout_is_read_as_columns() -> None:
 
 @compiled
 def test_single_rows_are_read_from_a_readable_message() -> None:
-    values: list[LogRow] = [(0, "t", 0, 0, *[None] * 17)]
+    values: list[LogRow] = [(0, "t", 0, 0, *[None] * (len(LOG_SCHEMA) - 4))]
     message = row_encoder.readable(pa.py_buffer(build_by_pyarrow(values).message))
     assert message is not None
     assert row_encoder.read_numbered_row(message, 0, 7) == (7, *values[0])

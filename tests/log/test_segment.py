@@ -179,7 +179,7 @@ def test_power_cut_during_a_preparation_leaves_a_spare_or_nothing() -> None:
                 assert fmt.read_segment_header(after.map_readonly(segment_name(1))) in (None, 17)
 
 
-SMALL = 4096
+SMALL = 4096  # bytes of a segment
 
 
 def segments_of(spans_and_times: list[tuple[int, int]]) -> Segments:

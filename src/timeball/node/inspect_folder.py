@@ -110,7 +110,7 @@ class FolderDump:
     """A data folder at the time of reading."""
 
     def __init__(self, files: Files) -> None:
-        """Read the checkpoint, and map the segments. Raises SetupError for a newer format, NotFound as `_segments` does."""
+        """Read the checkpoint and map the segments. Raises SetupError for a newer format, NotFound as `_segments`."""
         self.files = files
         self.damage: list[Damage] = []  # of the folder as a whole; `walk` yields the damage of a segment
         self.checkpoint = self._checkpoint()  # read before the log, which may grow meanwhile
