@@ -25,7 +25,8 @@ TICK_MS = 50
 DAYS_400_MS = 400 * 24 * HOUR_MS
 
 
-def started() -> tuple[ManualClock, SchedulerClock]:
+def clocks() -> tuple[ManualClock, SchedulerClock]:
+    """Make a manual clock, and a scheduler clock that reads it."""
     manual = ManualClock()
     return manual, SchedulerClock(manual)
 
@@ -39,7 +40,7 @@ def run(manual: ManualClock, clock: SchedulerClock, ms: int) -> int:
 
 
 def test_scheduler_clock_starts_at_the_wall_and_follows_it() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     assert clock.now_ms() == manual.wall
     run(manual, clock, 10_000)
     assert clock.now_ms() == manual.wall and not clock.suspect
@@ -91,14 +92,14 @@ def test_an_interruption_hides_no_step(step_ms: int) -> None:
 
 @pytest.mark.parametrize("step_ms", [1, JITTER_MS, JITTER_MS + 1, STEP_MS])
 def test_a_small_step_forward_is_followed_at_once(step_ms: int) -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.step_wall(step_ms)
     assert clock.now_ms() == manual.wall and not clock.suspect
 
 
 @pytest.mark.parametrize("step_ms", [1, JITTER_MS, JITTER_MS + 1, STEP_MS])
 def test_a_small_step_back_is_held_until_the_wall_catches_up(step_ms: int) -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     before = clock.now_ms()
     manual.step_wall(-step_ms)
     assert clock.now_ms() == before
@@ -109,7 +110,7 @@ def test_a_small_step_back_is_held_until_the_wall_catches_up(step_ms: int) -> No
 
 
 def test_slewing_is_followed() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     for _ in range(2_000):  # 500 ppm for 100 s of readings a second apart
         manual.advance(1_000)
         manual.step_wall(1)
@@ -122,7 +123,7 @@ def test_slewing_is_followed() -> None:
 
 @pytest.mark.parametrize("step_ms", [STEP_MS + 1, HOUR_MS, 24 * HOUR_MS, DAYS_400_MS])
 def test_spike_forward_and_back_does_not_move_the_time(step_ms: int) -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.step_wall(step_ms)
     assert clock.now_ms() == manual.wall - step_ms and clock.suspect
     assert run(manual, clock, PROBATION_MS - TICK_MS) == manual.wall - step_ms
@@ -132,7 +133,7 @@ def test_spike_forward_and_back_does_not_move_the_time(step_ms: int) -> None:
 
 
 def test_step_forward_is_accepted_after_the_probation() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.step_wall(HOUR_MS)
     clock.now_ms()
     run(manual, clock, PROBATION_MS - TICK_MS)
@@ -143,7 +144,7 @@ def test_step_forward_is_accepted_after_the_probation() -> None:
 
 
 def test_time_goes_on_while_a_step_is_on_probation() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     before = clock.now_ms()
     manual.step_wall(HOUR_MS)
     clock.now_ms()
@@ -151,7 +152,7 @@ def test_time_goes_on_while_a_step_is_on_probation() -> None:
 
 
 def test_a_second_step_begins_a_new_probation() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     before = clock.now_ms()
     manual.step_wall(HOUR_MS)
     clock.now_ms()
@@ -164,7 +165,7 @@ def test_a_second_step_begins_a_new_probation() -> None:
 
 
 def test_suspect_step_undone_in_small_steps_ends_the_probation() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.step_wall(1_500)
     clock.now_ms()
     for _ in range(2):
@@ -174,11 +175,11 @@ def test_suspect_step_undone_in_small_steps_ends_the_probation() -> None:
 
 
 def test_partial_step_back_keeps_the_rest_of_a_spike_suspect() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     before = clock.now_ms()
     manual.step_wall(2 * HOUR_MS)
     clock.now_ms()
-    manual.step_wall(-HOUR_MS)  # an hour ahead still, and not a millisecond of it proven
+    manual.step_wall(-HOUR_MS)  # the wall is still an hour ahead
     assert clock.now_ms() == before and clock.suspect
     assert run(manual, clock, PROBATION_MS - TICK_MS) == before + PROBATION_MS - TICK_MS
     manual.step_wall(-HOUR_MS)
@@ -186,7 +187,7 @@ def test_partial_step_back_keeps_the_rest_of_a_spike_suspect() -> None:
 
 
 def test_rest_of_a_spike_is_accepted_after_its_probation() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.step_wall(2 * HOUR_MS)
     clock.now_ms()
     manual.step_wall(-HOUR_MS)
@@ -198,20 +199,20 @@ def test_rest_of_a_spike_is_accepted_after_its_probation() -> None:
 
 
 def test_a_suspend_is_no_step() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.suspend(8 * HOUR_MS)
     assert clock.now_ms() == manual.wall and clock.steps_suspected == 0
 
 
 def test_a_wall_set_during_a_suspend_is_accepted_at_once() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.suspend(HOUR_MS)
     manual.step_wall(30_000)  # the hardware clock ran fast
     assert clock.now_ms() == manual.wall and not clock.suspect
 
 
 def test_a_long_gap_between_readings_is_no_step() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     manual.advance(HOUR_MS)
     assert clock.now_ms() == manual.wall and clock.steps_suspected == 0
 
@@ -221,7 +222,7 @@ def test_a_long_gap_between_readings_is_no_step() -> None:
 
 @pytest.mark.parametrize("step_ms", [STEP_MS + 1, HOUR_MS, DAYS_400_MS])
 def test_large_step_back_sets_the_time_back(step_ms: int) -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     before = clock.now_ms()
     manual.step_wall(-step_ms)
     assert clock.now_ms() == manual.wall == before - step_ms
@@ -229,7 +230,7 @@ def test_large_step_back_sets_the_time_back(step_ms: int) -> None:
 
 
 def test_spike_that_ends_before_its_start_sets_the_time_back() -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     before = clock.now_ms()
     manual.step_wall(HOUR_MS)
     clock.now_ms()
@@ -242,7 +243,7 @@ def test_spike_that_ends_before_its_start_sets_the_time_back() -> None:
 
 @pytest.mark.parametrize("step_ms", [200, 1_000, 5_000, HOUR_MS])
 def test_repeated_small_steps_move_the_time_by_at_most_one_step(step_ms: int) -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     truth = manual.wall
     for turn in range(400):
         manual.step_wall(step_ms if turn % 2 == 0 else -step_ms)
@@ -259,37 +260,39 @@ step = st.tuples(st.just("step"), st.integers(-5_000, 5_000) | st.integers(-DAYS
 suspend = st.tuples(st.just("suspend"), st.integers(0, HOUR_MS))
 
 
-@example([("step", -1), ("step", -1_000), ("step", 1_001)])  # ahead by what was held back, and back again
+@example([("step", -1), ("step", -1_000), ("step", 1_001)])  # the held steps are undone by a step forward
 @given(st.lists(st.one_of(advance, step, suspend), max_size=60))
 def test_invariants_hold_for_any_sequence_of_steps(events: list[tuple[str, int]]) -> None:
-    manual, clock = started()
+    manual, clock = clocks()
     now, wall, boot = clock.now_ms(), manual.wall, manual.boot
-    stepped_boot = -PROBATION_MS  # when the wall last made a large step
-    for what, ms in events:
-        {"advance": manual.advance, "step": manual.step_wall, "suspend": manual.suspend}[what](ms)
+    last_step_boot_ms = -PROBATION_MS  # boot clock at the last large step of the wall
+    for method, ms in events:
+        {"advance": manual.advance, "step": manual.step_wall, "suspend": manual.suspend}[method](ms)
         before, now = now, clock.now_ms()
-        passed = manual.boot - boot
-        stepped = manual.wall - wall - passed
+        elapsed_ms = manual.boot - boot
+        step_ms = manual.wall - wall - elapsed_ms
         wall, boot = manual.wall, manual.boot
-        if abs(stepped) > STEP_MS:
-            stepped_boot = boot
-        if now - before - passed > STEP_MS:
-            assert boot - stepped_boot >= PROBATION_MS, "a large lead is believed only when it has stood"
-        if stepped >= -STEP_MS:
-            assert now >= before, "only a step back of more than a second leads back"
-        # Ahead of the wall it may be by holding a small step back, and by nothing else.
-        assert now <= max(wall, before + passed)
+        if abs(step_ms) > STEP_MS:
+            last_step_boot_ms = boot
+        if now - before - elapsed_ms > STEP_MS:
+            assert boot - last_step_boot_ms >= PROBATION_MS, (
+                "a large step forward is accepted only after the probation"
+            )
+        if step_ms >= -STEP_MS:
+            assert now >= before, "only a step back of more than a second sets the time back"
+        # Only a small step back, which is held, may leave the time ahead of the wall.
+        assert now <= max(wall, before + elapsed_ms)
         if not clock.suspect:
-            assert now == max(wall, before) or stepped < -STEP_MS
+            assert now == max(wall, before) or step_ms < -STEP_MS
         else:
-            assert now < wall, "a suspected step is ahead of the time"
+            assert now < wall, "the wall is ahead by the suspected step"
 
 
 @given(st.lists(st.one_of(advance, step), max_size=30))
 def test_time_ends_at_the_wall_after_any_sequence(events: list[tuple[str, int]]) -> None:
-    manual, clock = started()
-    for what, ms in events:
-        {"advance": manual.advance, "step": manual.step_wall}[what](ms)
+    manual, clock = clocks()
+    for method, ms in events:
+        {"advance": manual.advance, "step": manual.step_wall}[method](ms)
         clock.now_ms()
     held_ms = max(0, clock.now_ms() - manual.wall)
     manual.advance(PROBATION_MS + held_ms)
@@ -309,24 +312,25 @@ def test_true_time_is_reached_within_a_probation_after_any_glitches(
     glitches: list[tuple[int, int]], look_ms: int
 ) -> None:
     """A ticker reads the clock at least once a second. Meanwhile no message is due before its true time."""
-    manual, clock = started()
+    manual, clock = clocks()
     truth = manual.wall
 
-    def passes(ms: int) -> None:
+    def let_pass(ms: int) -> None:
+        """Let `ms` pass, with a reading every `look_ms`, and check each reading."""
         nonlocal truth
         while ms > 0:
-            nap_ms = min(ms, look_ms)
-            manual.advance(nap_ms)
-            truth, ms = truth + nap_ms, ms - nap_ms
+            pause_ms = min(ms, look_ms)
+            manual.advance(pause_ms)
+            truth, ms = truth + pause_ms, ms - pause_ms
             assert clock.now_ms() <= truth, "ahead of the true time"
 
     for wrong_ms, lasting_ms in glitches:
         manual.step_wall(wrong_ms)
         clock.now_ms()
-        passes(lasting_ms)
+        let_pass(lasting_ms)
         manual.step_wall(-wrong_ms)
-        passes(look_ms)
-    passes(PROBATION_MS)
+        let_pass(look_ms)
+    let_pass(PROBATION_MS)
     assert clock.now_ms() == truth == manual.wall and not clock.suspect
 
 
@@ -339,7 +343,7 @@ def test_system_clock_returns_milliseconds_and_nanoseconds() -> None:
     first, boot = clock.monotonic_ns(), clock.boot_ms()
     assert clock.monotonic_ns() >= first
     assert clock.boot_ms() >= boot
-    # CLOCK_BOOTTIME counts what CLOCK_MONOTONIC does, and the suspends.
+    # Unlike CLOCK_MONOTONIC, CLOCK_BOOTTIME also counts the time in suspend.
     assert clock.boot_ms() >= first // 1_000_000 - 1
     assert SchedulerClock(clock).now_ms() >= 1_700_000_000_000
 

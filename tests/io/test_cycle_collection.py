@@ -21,6 +21,7 @@ class Process:
         self.cpu_ns = self.now_ns = 0
 
     def run(self, seconds: float, share: float) -> None:
+        """Let time pass, of which the process uses this share of CPU time."""
         self.now_ns += int(seconds * SECOND_NS)
         self.cpu_ns += int(seconds * SECOND_NS * share)
 
@@ -53,7 +54,7 @@ def cycles(process: Process) -> Iterator[CycleCollection]:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def early_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a full collection worth its pause after few objects."""
     monkeypatch.setattr(cycle_collection, "IDLE_GROWTH_BLOCKS", 10_000)
     monkeypatch.setattr(cycle_collection, "GROWTH_BLOCKS_MAX", 150_000)
@@ -91,7 +92,7 @@ def test_cycles_among_young_objects_are_collected(cycles: CycleCollection) -> No
     assert not any(ring() for ring in rings) and state
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("early_collections")
 def test_an_idle_process_collects_frozen_garbage(cycles: CycleCollection, process: Process) -> None:
     ring = freeze_ring()
     state = make_state(50_000)
@@ -102,7 +103,7 @@ def test_an_idle_process_collects_frozen_garbage(cycles: CycleCollection, proces
     assert state
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("early_collections")
 @pytest.mark.parametrize(
     ("share", "next_due_in_ms"), [(0.5, None), (0.01, 0), (0.01, 500)], ids=["busy", "due", "soon due"]
 )
@@ -119,7 +120,7 @@ def test_no_full_collection_begins_shortly_before_a_message_is_due(
     assert state
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("early_collections")
 def test_a_busy_process_collects_after_the_largest_growth(cycles: CycleCollection, process: Process) -> None:
     ring = freeze_ring()
     state = make_state(150_000)
@@ -128,7 +129,7 @@ def test_a_busy_process_collects_after_the_largest_growth(cycles: CycleCollectio
     assert state
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("early_collections")
 def test_growth_is_measured_from_the_smallest_number_of_blocks(process: Process) -> None:
     state = make_state(200_000)
     cycles = CycleCollection(lambda: process.cpu_ns, lambda: process.now_ns)

@@ -24,6 +24,7 @@ from timeball.model.errors import SetupError
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
+    """Read the soft and the hard limit of descriptors, and restore them after the test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -64,12 +65,12 @@ def test_own_files_are_opened_when_connections_have_all_descriptors(
     """The control: a plain `open` fails while a thread takes each descriptor that becomes free."""
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
-    stop, taken = threading.Event(), list[int]()
+    stop, descriptors = threading.Event(), list[int]()
 
     def take_descriptors() -> None:
         while not stop.is_set():
             try:
-                taken.append(os.dup(0))
+                descriptors.append(os.dup(0))
             except OSError:
                 stop.wait(0.001)
 
@@ -77,7 +78,7 @@ def test_own_files_are_opened_when_connections_have_all_descriptors(
     thread = threading.Thread(target=take_descriptors)
     thread.start()
     try:
-        while len(taken) < 150:
+        while len(descriptors) < 150:
             stop.wait(0.01)
         with pytest.raises(OSError, match="Too many open files"):
             for _ in range(50):
@@ -94,5 +95,5 @@ def test_own_files_are_opened_when_connections_have_all_descriptors(
     finally:
         stop.set()
         thread.join()
-        for fd in taken:
+        for fd in descriptors:
             os.close(fd)

@@ -28,6 +28,7 @@ from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError, T
 
 @pytest.fixture(params=["real", "crash"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+    """A real folder, and the crash model."""
     if request.param == "real":
         yield RealFiles(tmp_path)
     else:
@@ -122,7 +123,9 @@ def test_only_reserved_parts_take_disk_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_random", [False, True])
-def test_mapping_shows_written_bytes_and_the_file_mapped_ones(files: Files, at_random: bool) -> None:
+def test_bytes_written_by_a_call_or_a_mapping_are_visible_in_each_mapping(
+    files: Files, at_random: bool
+) -> None:
     file = files.create("a")
     file.allocate(4096)
     writable = file.map(at_random=at_random)
@@ -181,6 +184,7 @@ def test_warmed_pages_are_in_the_page_cache(tmp_path: Path) -> None:
     pages = (ctypes.c_ubyte * (size_bytes // mmap.PAGESIZE))()
 
     def in_memory() -> list[bool]:
+        """Read for each page whether it is in memory."""
         address = ctypes.c_void_p(mapped.address)
         assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size_bytes), pages) == 0
         return [bool(page & 1) for page in pages]
@@ -215,9 +219,10 @@ def test_unloaded_mapping_reads_the_same_and_frees_memory(tmp_path: Path) -> Non
     mapped = files.map_readonly("log")
 
     def resident_kb() -> int:
-        at = f"{mapped.address:x}-"
+        """Read the memory of the mapping in this process, in kB."""
+        first_line = f"{mapped.address:x}-"  # the line in smaps that begins the mapping
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-        next(line for line in lines if line.startswith(at))
+        next(line for line in lines if line.startswith(first_line))
         return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
 
     assert bytes(mapped) == data and resident_kb() == size_bytes // 1024
@@ -262,7 +267,7 @@ def test_rename_replaces_another_file(files: Files) -> None:
         files.rename("x/old", "old")
 
 
-def test_folders(files: Files) -> None:
+def test_folders_are_made_listed_and_synced(files: Files) -> None:
     files.make_dir("x/y/z")
     files.make_dir("x/y/z")
     files.create("x/y/b").close()
@@ -322,7 +327,7 @@ def test_folder_or_file_of_the_wrong_kind_raises_a_typed_error(
 def test_closed_file_refuses_calls_and_a_second_close_does_nothing(files: Files) -> None:
     closed = files.create("a")
     closed.close()
-    other = files.create("b")  # on a real disk this gets the number the first one had
+    other = files.create("b")  # in a real folder it gets the descriptor number of the first one
     closed.close()
     other.write_at(0, b"fine")
     for call in (lambda: closed.write_at(0, b"x"), lambda: closed.allocate(9), closed.sync, closed.map):
@@ -396,7 +401,7 @@ def test_a_full_disk_is_over_limit(tmp_path: Path) -> None:
 def test_a_full_file_system_refuses_the_allocation_and_goes_on_after_a_removal(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs")
+        pytest.skip("this machine allows no mount of a tmpfs")
     try:
         files = RealFiles(tmp_path)
         file = files.create("a")
@@ -433,15 +438,15 @@ def test_file_size_limit_raises_a_typed_error_and_keeps_the_content(tmp_path: Pa
 
 def watch_fsync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the inode numbers of fsync calls."""
-    synced: list[int] = []
+    inodes: list[int] = []
     fsync = os.fsync
 
-    def watched(fd: int) -> None:
-        synced.append(os.fstat(fd).st_ino)
+    def record_and_sync(fd: int) -> None:
+        inodes.append(os.fstat(fd).st_ino)
         fsync(fd)
 
-    monkeypatch.setattr(os, "fsync", watched)
-    return synced
+    monkeypatch.setattr(os, "fsync", record_and_sync)
+    return inodes
 
 
 def test_a_folder_left_unsynced_by_a_killed_run_is_synced_by_the_next(
@@ -519,11 +524,11 @@ def test_failed_mapping_raises_disk_failed(tmp_path: Path, monkeypatch: pytest.M
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
 
-    def refused(*_: object) -> int | None:
+    def fail(*_: object) -> int | None:
         ctypes.set_errno(errno.ENOMEM)
         return module._MAP_FAILED
 
-    monkeypatch.setattr(module, "_mmap", refused)
+    monkeypatch.setattr(module, "_mmap", fail)
     with pytest.raises(DiskFailed, match="mapping a failed: Cannot allocate memory"):
         files.map_readonly("a")
 

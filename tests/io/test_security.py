@@ -20,6 +20,7 @@ ONE = '[[accounts]]\naccess_key = "one"\nsecret_key = "secret of one"\n'
 
 
 def lets_in(access: Access | None, pair: str) -> bool:
+    """Check whether the accounts accept these credentials, `access key:secret key`."""
     assert access is not None
     try:
         return access.authenticate({"authorization": f"Bearer {pair}"}, 0).may(Verb.LOOK)
@@ -144,7 +145,7 @@ def test_unusable_client_certificate_is_named(tmp_path: Path) -> None:
     pem_files, other = certificate(tmp_path / "one"), certificate(tmp_path / "other")
     Path(open_key := str(tmp_path / "open.pem")).write_bytes(Path(pem_files.key).read_bytes())
     Path(open_key).chmod(0o644)
-    for files, named in [
+    for files, name_in_error in [
         ((str(tmp_path / "none.pem"), "", ""), "none.pem"),
         ((pem_files.key, "", ""), pem_files.key),  # no certificate in it
         ((pem_files.roots, pem_files.cert, ""), "both"),
@@ -154,4 +155,4 @@ def test_unusable_client_certificate_is_named(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SetupError, match="etcd") as caught:
             load_client_tls(*files)
-        assert named in str(caught.value)
+        assert name_in_error in str(caught.value)

@@ -1,4 +1,4 @@
-"""The way off the event loop: to the thread named, and back with whatever came of it."""
+"""Calls in other threads reach their callers, a blocked event loop is measured, and a stop signal ends a wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from timeball.io.threads import LoopLag, in_thread, watch_stop_signals
 from timeball.model.errors import DiskFailed, Unavailable
 
 
-def test_a_call_runs_in_the_thread_named_with_what_it_was_given() -> None:
-    def where(one: int, *, two: int) -> tuple[str, int]:
+def test_a_call_runs_in_the_given_thread_with_its_arguments() -> None:
+    def thread_name_and_sum(one: int, *, two: int) -> tuple[str, int]:
         return threading.current_thread().name, one + two
 
     async def main() -> tuple[str, int]:
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as thread:
-            return await in_thread(thread, where, 40, two=2)
+            return await in_thread(thread, thread_name_and_sum, 40, two=2)
 
     name, total = asyncio.run(main())
     assert name.startswith("reader")
@@ -53,7 +53,7 @@ def test_errors_reach_the_caller() -> None:
         asyncio.run(main())
 
 
-def test_the_loop_goes_on_meanwhile() -> None:
+def test_the_event_loop_runs_during_a_call_in_a_thread() -> None:
     gate = threading.Event()
 
     async def main() -> bool:
@@ -61,16 +61,16 @@ def test_the_loop_goes_on_meanwhile() -> None:
             waiting = asyncio.ensure_future(in_thread(thread, gate.wait, 60))
             await asyncio.sleep(0)
             assert not waiting.done()
-            gate.set()  # only a loop that is not held up gets here
+            gate.set()  # reached only if the call does not block the loop
             return await waiting
 
     assert asyncio.run(main())
 
 
-HELD_NS = 20_000_000
+BLOCKED_NS = 20_000_000  # time for which the test blocks the event loop
 
 
-def test_a_loop_that_is_held_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_event_loop_is_measured_as_lag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LAG_INTERVAL_S", 0.001)
     clock = SystemClock()
 
@@ -79,31 +79,31 @@ def test_a_loop_that_is_held_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         task = asyncio.create_task(lag.run())
         while not sum(lag.durations.counts):
             await asyncio.sleep(0)
-        until_ns = clock.monotonic_ns() + HELD_NS
-        while clock.monotonic_ns() < until_ns:
+        until_ns = clock.monotonic_ns() + BLOCKED_NS
+        while clock.monotonic_ns() < until_ns:  # blocks the loop
             pass
-        before = sum(lag.durations.counts)
-        while sum(lag.durations.counts) == before:
+        measured_before = sum(lag.durations.counts)
+        while sum(lag.durations.counts) == measured_before:
             await asyncio.sleep(0)
         task.cancel()
         return lag
 
     lag = asyncio.run(main())
-    assert lag.durations.sum_ns >= HELD_NS // 2
-    late = sum(
-        count for bound, count in zip((*BOUNDS_NS, 1 << 62), lag.durations.counts) if bound >= HELD_NS // 2
+    assert lag.durations.sum_ns >= BLOCKED_NS // 2
+    long_lags = sum(
+        count for bound, count in zip((*BOUNDS_NS, 1 << 62), lag.durations.counts) if bound >= BLOCKED_NS // 2
     )
-    assert late >= 1
+    assert long_lags >= 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_future_is_done_at_the_first_signal_and_ignores_a_second(number: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_future_is_done_at_the_first_signal_and_ignores_a_second(signal_number: signal.Signals) -> None:
     async def check() -> bool:
-        asked = watch_stop_signals()
-        was_done = asked.done()
+        stop_signal = watch_stop_signals()
+        was_done = stop_signal.done()
         for _ in range(2):
-            os.kill(os.getpid(), number)
-        await asked
+            os.kill(os.getpid(), signal_number)
+        await stop_signal
         return was_done
 
     assert asyncio.run(check()) is False

@@ -16,7 +16,7 @@ from tests.node_fixture import eventually
 
 
 class Span(NamedTuple):
-    """One span; ids in hexadecimal, as they stand in a `traceparent`."""
+    """One span. The ids are in hexadecimal, as in a `traceparent`."""
 
     name: str
     trace: str
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Collector:
-    """Keeps the spans it was sent. `status`: its answer."""
+    """Collects the spans that it receives. `status` is the HTTP status of its answers."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -41,12 +41,13 @@ class Collector:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                """Record the spans of a request, and answer with `status`."""
                 data = self.rfile.read(int(self.headers["content-length"]))
                 collector.requests += 1
                 if collector.status == 200:
                     assert self.path == "/v1/traces", self.path
                     assert self.headers["content-type"] == "application/x-protobuf"
-                    collector.spans += decoded(data)
+                    collector.spans += decode_spans(data)
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(collector.status)
                 self.send_header("content-length", str(len(answer)))
@@ -67,21 +68,22 @@ class Collector:
         self._server.server_close()
 
     def wait_for(self, *names: str, trace: str | None = None) -> list[Span]:
-        """The spans of a trace, or of all, once each of these names is among them."""
+        """Wait for spans with all of these names in the trace (None: in any). Returns all spans of it."""
 
-        def found() -> list[Span]:
+        def spans_so_far() -> list[Span]:
             return [span for span in list(self.spans) if trace in (None, span.trace)]
 
-        eventually(lambda: not set(names) - {span.name for span in found()}, f"spans {names}")
-        return found()
+        eventually(lambda: not set(names) - {span.name for span in spans_so_far()}, f"spans {names}")
+        return spans_so_far()
 
 
-def decoded(data: bytes) -> list[Span]:
+def decode_spans(data: bytes) -> list[Span]:
+    """Decode the spans of an export request."""
     request = ExportTraceServiceRequest.FromString(data)
     spans = []
-    for of_resource in request.resource_spans:
-        resource = _values(of_resource.resource.attributes)
-        for scope in of_resource.scope_spans:
+    for resource_spans in request.resource_spans:
+        resource = _values(resource_spans.resource.attributes)
+        for scope in resource_spans.scope_spans:
             for span in scope.spans:
                 spans.append(
                     Span(
@@ -94,11 +96,15 @@ def decoded(data: bytes) -> list[Span]:
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
+        for attribute in attributes
+    }
 
 
 @contextmanager
 def collector() -> Iterator[Collector]:
+    """Run a collector for the length of the block."""
     running = Collector()
     try:
         yield running

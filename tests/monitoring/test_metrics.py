@@ -29,7 +29,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 
 async def samples(world: World, caller: Caller = ANONYMOUS) -> dict[tuple[str, ...], float]:
-    """Every sample by name and the values of its labels, as Prometheus reads them."""
+    """Read every sample, by its name and the values of its labels, with Prometheus' parser."""
     assert world.node is not None
     text = (await world.node.metrics.text(caller)).decode()
     return {
@@ -100,16 +100,16 @@ async def test_metrics_count_messages_in_flight_and_in_retry(world: World) -> No
 @on_node()
 async def test_dead_letters_are_counted_by_group_and_topic(world: World) -> None:
     world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=0))
-    consuming, dead = world.broker.consuming, "timeball_dead_letters_total"
+    consuming, dead_letters = world.broker.consuming, "timeball_dead_letters_total"
     await world.broker.send(batch(3))
     received = await consuming.receive(ReceiveRequest("g", "orders"), 0)
     assert await consuming.dead_letter(received.receipts[0])
-    assert (await samples(world))[dead, "g", "orders"] == 1
-    await world.advance(61_000)  # the leases of the others end, after the only attempt
+    assert (await samples(world))[dead_letters, "g", "orders"] == 1
+    await world.advance(61_000)  # the leases of the other two end after their only attempt
     consuming.wake()
     await world.until(lambda: world.broker.rates.totals(Stat.DEAD_NUMS) == {"orders@g": 3}, "all are dead")
     values = await samples(world)
-    assert values[dead, "g", "orders"] == 3
+    assert values[dead_letters, "g", "orders"] == 3
     assert ("timeball_accepted_messages_total", "%DLQ%g") not in values
 
 
@@ -206,13 +206,13 @@ async def test_pending_messages_of_another_strategy_are_counted(world: World) ->
 @on_node()
 async def test_docs_metrics_names_each_metric_of_a_broker_and_no_other(world: World) -> None:
     assert world.node is not None
-    named = set(re.findall(r"^\| `(timeball_\w+)", PAGE, re.M))
-    # Those of a replica come with a cluster alone (test_figures.py), of a store with a table in one.
-    elsewhere = ("timeball_cluster_", "timeball_store_")
-    named = {name for name in named if not name.startswith(elsewhere)}
+    names_on_page = set(re.findall(r"^\| `(timeball_\w+)", PAGE, re.M))
+    # The metrics of a replica (tested below), and of a table in an object store.
+    not_of_this_broker = ("timeball_cluster_", "timeball_store_")
+    names_on_page = {name for name in names_on_page if not name.startswith(not_of_this_broker)}
     text = (await world.node.metrics.text(ANONYMOUS)).decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE timeball_")}
-    assert named == families
+    assert names_on_page == families
 
 
 def test_the_bounds_of_histograms_ascend() -> None:
@@ -221,11 +221,12 @@ def test_the_bounds_of_histograms_ascend() -> None:
 
 
 def replica_samples(figures: ReplicaFigures) -> dict[tuple[str, str], float]:
+    """Read the samples of a replica, by the name without its prefix and the label for the node or the role, or ""."""
     values = {}
     for metric in replica_metrics(figures):
         for sample in metric.samples:
-            about = sample.labels.get("node", sample.labels.get("role", ""))
-            values[sample.name.removeprefix("timeball_cluster_"), about] = sample.value
+            label = sample.labels.get("node", sample.labels.get("role", ""))
+            values[sample.name.removeprefix("timeball_cluster_"), label] = sample.value
     return values
 
 
@@ -266,8 +267,8 @@ def test_docs_metrics_names_each_metric_of_a_replica_and_no_other() -> None:
 
 
 def test_each_bucket_counts_all_values_up_to_its_bound() -> None:
-    (family,) = [histogram("h", "text", [0.1, 1.0], [2, 0, 1], 7.5)]
-    samples = {(s.name, *s.labels.values()): s.value for s in family.samples}
+    family = histogram("h", "text", [0.1, 1.0], [2, 0, 1], 7.5)
+    samples = {(sample.name, *sample.labels.values()): sample.value for sample in family.samples}
     assert samples == {
         ("h_bucket", "0.1"): 2, ("h_bucket", "1.0"): 2, ("h_bucket", "+Inf"): 3, ("h_count",): 3, ("h_sum",): 7.5,
     }  # fmt: skip
@@ -276,17 +277,19 @@ def test_each_bucket_counts_all_values_up_to_its_bound() -> None:
 def test_a_histogram_of_durations_is_in_seconds() -> None:
     values = Durations(ManualClock())
     values.add(BOUNDS_NS[0])
-    samples = {(s.name, *s.labels.values()): s.value for s in durations("d", "text", values).samples}
+    family = durations("d", "text", values)
+    samples = {(sample.name, *sample.labels.values()): sample.value for sample in family.samples}
     assert samples["d_bucket", str(BOUNDS_NS[0] / 1e9)] == 1
     assert samples["d_sum",] == BOUNDS_NS[0] / 1e9
 
 
 async def report(world: World, name: str, **fields: object) -> None:
+    """Write the report of a job as its process would."""
     files = world.broker.files
     for folder in ("pipeline", "pipeline/status"):
         files.make_dir(folder)
-    whole = {"job": name, "state": "running", "updated_ms": world.clock.wall, "started_ms": 1, **fields}
-    files.replace(f"pipeline/status/{name}.json", msgspec.json.encode(whole))
+    document = {"job": name, "state": "running", "updated_ms": world.clock.wall, "started_ms": 1, **fields}
+    files.replace(f"pipeline/status/{name}.json", msgspec.json.encode(document))
 
 
 @on_node()

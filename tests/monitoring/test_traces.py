@@ -47,16 +47,17 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def by_name(spans: list[Span]) -> dict[str, Span]:
-    found = {span.name: span for span in spans}
-    assert len(found) == len(spans), spans
-    return found
+    """Index spans by name. Each name must occur once."""
+    span_by_name = {span.name: span for span in spans}
+    assert len(span_by_name) == len(spans), spans
+    return span_by_name
 
 
 def check_tree(spans: list[Span], root: str) -> dict[str, Span]:
     """Check for one span of each name in ALL: three are children of `root`, the ack is a child of the receive."""
-    found = by_name(spans)
-    assert set(found) == set(ALL)
-    send, release, receive, ack = (found[name] for name in ALL)
+    span_by_name = by_name(spans)
+    assert set(span_by_name) == set(ALL)
+    send, release, receive, ack = (span_by_name[name] for name in ALL)
     assert {span.trace for span in spans} == {send.trace}
     assert (release.parent, receive.parent, ack.parent) == (root, root, receive.id)
     assert all(span.begin_ns <= span.end_ns for span in spans)
@@ -78,38 +79,38 @@ def check_tree(spans: list[Span], root: str) -> dict[str, Span]:
     types = [span.attributes.get("messaging.operation.type") for span in (send, release, receive, ack)]
     assert types == ["send", None, "receive", "settle"]
     assert {span.service for span in spans} == {"timeball"} and {span.status for span in spans} == {OK}
-    return found
+    return span_by_name
 
 
 def correct_trace() -> list[Span]:
-    """A trace as it should be, by hand."""
+    """Build the spans of a correct trace by hand."""
     common = {
         "messaging.system": "timeball", "messaging.destination.name": "orders", "messaging.message.id": "17",
         "timeball.due_ms": 20,
     }  # fmt: skip
     of_group = {"messaging.consumer.group.name": "g"}
-    late = {"timeball.lateness_ms": 2}
-    kinds = {
+    lateness = {"timeball.lateness_ms": 2}
+    attributes = {
         "send orders": common | {"messaging.operation.type": "send"},
-        "release orders": common | late,
+        "release orders": common | lateness,
         "receive orders": common | of_group | {"messaging.operation.type": "receive"},
         "ack orders": common | of_group | {"messaging.operation.type": "settle"},
     }
-    begins, parents = (10, 20, 30, 40), (CALLER, CALLER, CALLER, "id-30")
+    begins_ms, parents = (10, 20, 30, 40), (CALLER, CALLER, CALLER, "id-30")
     return [
         Span(
             name,
             TRACE,
-            f"id-{begin}",
+            f"id-{begin_ms}",
             parent,
             2,
-            begin * 1_000_000,
-            (begin + 2) * 1_000_000,
-            kinds[name],
+            begin_ms * 1_000_000,
+            (begin_ms + 2) * 1_000_000,
+            attributes[name],
             "timeball",
             OK,
         )
-        for name, begin, parent in zip(ALL, begins, parents, strict=True)
+        for name, begin_ms, parent in zip(ALL, begins_ms, parents, strict=True)
     ]
 
 
@@ -133,8 +134,8 @@ def test_check_tree_notices_each_fault_of_a_trace(name: str, fault: dict[str, An
     """The control of `check_tree`. `fault`: the changed fields of the span, or None to leave it out."""
     spans = correct_trace()
     check_tree(spans, CALLER)
-    at = [span.name for span in spans].index(name)
-    spans[at : at + 1] = [] if fault is None else [spans[at]._replace(**fault)]
+    index = [span.name for span in spans].index(name)
+    spans[index : index + 1] = [] if fault is None else [spans[index]._replace(**fault)]
     with pytest.raises((AssertionError, KeyError)):
         check_tree(spans, CALLER)
 
@@ -183,6 +184,7 @@ def test_over_grpc_all_spans_are_in_one_trace_also_after_a_restart(
 
 
 def acknowledge(received: Any) -> s.AckMessageRequest:
+    """Build the request to acknowledge a received message."""
     system = received.system_properties
     entry = s.AckMessageEntry(message_id=system.message_id, receipt_handle=system.receipt_handle)
     return s.AckMessageRequest(group=resource("g"), topic=resource("orders"), entries=[entry])
@@ -239,6 +241,7 @@ def test_an_unsampled_message_keeps_its_bytes_and_has_no_spans(
 
 
 def counts(node: RunningNode) -> dict[str, int]:
+    """Read the broker's numbers of recorded, exported and failed spans."""
     traces_of_broker = node.broker.traces
     assert traces_of_broker is not None
     return dict(traces_of_broker.counts)
@@ -259,7 +262,7 @@ def test_a_sampler_with_a_ratio_changes_only_the_sampled_messages_of_a_batch(
         accept = traced_send(world)
         texts: list[str | None] = []
         for _ in range(4):
-            world.clock.advance(1_000)  # the allowance of another second
+            world.clock.advance(1_000)  # so that the rate limit allows another second of spans
             accepted, durable = accept(batch(50, properties=["a\x01b\x02"] * 50))
             await durable
             texts += column(accepted.kept, "properties")
@@ -301,17 +304,17 @@ async def test_spans_beyond_the_rate_limit_are_left_out_and_counted(world: World
     await world.broker.send(batch(rows, properties=properties, delay_ms=[5_000] * rows))
     await world.advance(5_000)
     await world.until(lambda: world.broker.lateness.released == rows, "all are released")
-    found = await test_metrics.samples(world)
-    assert found["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE
-    assert found["timeball_trace_spans_left_out_total", "release"] == rows - SPANS_AT_ONCE
+    values = await test_metrics.samples(world)
+    assert values["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE
+    assert values["timeball_trace_spans_left_out_total", "release"] == rows - SPANS_AT_ONCE
     world.clock.advance(100)
     world.broker.traces.released(await _released(world, rows), world.clock.wall)
-    again = await test_metrics.samples(world)
-    assert again["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE + SPANS_PER_S // 10
+    values_later = await test_metrics.samples(world)
+    assert values_later["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE + SPANS_PER_S // 10
 
 
 async def _released(world: World, rows: int) -> Any:
-    """Some of the messages, as they were when they were due."""
+    """Read up to `rows` of the released messages."""
     (low, high) = world.broker.queues("orders")[0]
     return await world.broker.read_queue("orders", 0, low, min(rows, high - low))
 
@@ -413,19 +416,21 @@ def test_the_environment_overrides_the_name_of_the_service(
 ) -> None:
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
-    found = traces._resource("1.2")
-    assert (found.attributes["service.name"], found.attributes["service.version"]) == (name, "1.2")
-    assert found.attributes.get("zone") == ("eu" if "zone" in str(variables) else None)
+    created = traces._resource("1.2")
+    assert (created.attributes["service.name"], created.attributes["service.version"]) == (name, "1.2")
+    assert created.attributes.get("zone") == ("eu" if "zone" in str(variables) else None)
 
 
 def test_times_follow_the_wall_clock_with_the_digits_of_the_monotonic_one(receiver: Collector) -> None:
-    class Fine(ManualClock):
+    class FineClock(ManualClock):
+        """A clock whose monotonic time has `fine_ns` besides its milliseconds."""
+
         fine_ns = 0
 
         def monotonic_ns(self) -> int:
             return super().monotonic_ns() + self.fine_ns
 
-    clock = Fine()
+    clock = FineClock()
     traces_of_broker = Traces(clock, "1")
     assert traces_of_broker.now_ns() == clock.wall * 1_000_000
     clock.fine_ns = 400_000
