@@ -24,6 +24,7 @@ from timeball.node.data_folder import check_folder
 
 
 def make_backup(source: Path, target: Path) -> Manifest:
+    """Back up a folder. Returns the manifest."""
     return backup.backup(RealFiles(source), RealFiles(target), SystemClock())
 
 
@@ -42,10 +43,16 @@ def stopped(data: Path) -> Iterator[Path]:
     """A folder with messages in the log and in the pending table."""
     with running_node(data) as node, node.client() as ball:
         ball.send_many(
-            [{"body": f"{i}", "after": f"{7_200 + i}s", "keys": f"k{i}"} for i in range(500)], topic="later"
+            [
+                {"body": f"{number}", "after": f"{7_200 + number}s", "keys": f"k{number}"}
+                for number in range(500)
+            ],
+            topic="later",
         )
         assert ball.compact() is not None
-        ball.send_many([{"body": f"{i}", "after": f"{7_200 + i}s"} for i in range(50)], topic="tail")
+        ball.send_many(
+            [{"body": f"{number}", "after": f"{7_200 + number}s"} for number in range(50)], topic="tail"
+        )
     yield data
 
 
@@ -78,15 +85,17 @@ class Load:
             raise self.failure
 
     def _run(self) -> None:
+        """Run rounds until the end of the block. Keeps the error that ends them."""
         try:
             with self._node.client() as ball:
                 while not self._stopping.is_set():
                     self._round(ball, random.Random(self.rounds))
                     self.rounds += 1
-        except BaseException as error:  # reports by the test that waits
+        except BaseException as error:  # `__exit__` raises it in the thread of the test
             self.failure = error
 
     def _round(self, ball: Timeball, chance: random.Random) -> None:
+        """Send messages of all kinds, cancel some of those due after the test, and compact in each third round."""
         for kind, after in [("now", None), ("soon", 0.02), ("far", 7_200.0), ("far", 90_000.0)] * 5:
             rows = [
                 {
@@ -95,12 +104,14 @@ class Load:
                 }
             ] * 20
             summary = ball.send_many(rows, topic="load")
-            first = summary.ranges[0][0]
+            first_seq = summary.ranges[0][0]
             ids = list(summary.ids)
-            self.receipts |= {id: (first + at, kind) for at, id in enumerate(ids)}
+            self.receipts |= {id: (seq, kind) for seq, id in enumerate(ids, first_seq)}
             if kind == "far":
-                wanted = chance.sample(ids, 5)
-                self.cancelled |= {verdict.subject: verdict.verdict for verdict in ball.cancel(ids=wanted)}
+                ids_to_cancel = chance.sample(ids, 5)
+                self.cancelled |= {
+                    verdict.subject: verdict.verdict for verdict in ball.cancel(ids=ids_to_cancel)
+                }
         if self.rounds % 3 == 2:
             ball.compact()
 
@@ -112,13 +123,13 @@ def test_a_backup_ends_although_rows_are_written_faster_than_it_reads(
     with running_node(data) as node, node.client() as ball:
         before = ball.send("load", "before")
 
-        def look(buffer: pa.Buffer, end: int, next_seq: int) -> object:
+        def send_and_find(buffer: pa.Buffer, end: int, next_seq: int) -> object:
             ball.send("load", "behind the last frame")
             ball.send("load", "and states that it is on disk")
             return find_later_proof(buffer, end, next_seq)
 
         find_later_proof = backup.find_later_proof
-        monkeypatch.setattr(backup, "find_later_proof", look)
+        monkeypatch.setattr(backup, "find_later_proof", send_and_find)
         manifest = make_backup(data, copy)
     assert manifest.row > before.seq
 
@@ -131,24 +142,24 @@ def test_a_restored_backup_has_each_message_acknowledged_before_it_exactly_once(
         before = dict(load.receipts)
         cancelled_before = dict(load.cancelled)
         manifest = make_backup(data, copy)
-        at = load.rounds
-        eventually(lambda: load.rounds > at or load.failure, "it went on")
+        rounds_before = load.rounds
+        eventually(lambda: load.rounds > rounds_before or load.failure, "another round")
     assert max(seq for seq, _ in before.values()) < manifest.row and len(load.receipts) > len(before)
     restored = data.with_name("restored")
     backup.restore(RealFiles(copy), RealFiles(restored))
     with running_node(restored) as node, node.client() as ball:
         acknowledged = {id: kind for id, (seq, kind) in load.receipts.items() if seq < manifest.row}
         assert before.keys() <= acknowledged.keys()
-        # What was due meanwhile is released now: then each message that is not cancelled is waiting, or visible once.
-        wanted = {id for id, kind in acknowledged.items() if kind != "far"}
+        # Messages that became due meanwhile are released now. Then each message is pending, cancelled, or visible once.
+        due_ids = {id for id, kind in acknowledged.items() if kind != "far"}
         visible: list[str] = []
 
         def all_are_visible() -> bool:
             visible.extend(ball.browse_batch("load").column("unique_key").to_pylist())
-            return wanted <= set(visible)
+            return due_ids <= set(visible)
 
         eventually(all_are_visible, "released")
-        assert sorted(visible) == sorted(wanted), "exactly once"
+        assert sorted(visible) == sorted(due_ids), "exactly once"
         far = [id for id, kind in acknowledged.items() if kind == "far"]
         states = {id: ball.get(id).state for id in sample_of(far, 400) + list(cancelled_before)}
         for id, verdict in cancelled_before.items():
@@ -158,11 +169,12 @@ def test_a_restored_backup_has_each_message_acknowledged_before_it_exactly_once(
 
 
 def sample_of(ids: list[str], count: int) -> list[str]:
+    """Choose up to `count` of the ids, always the same ones."""
     return random.Random(1).sample(ids, min(count, len(ids)))
 
 
 def check_balance(ball: Timeball, endpoint: str) -> None:
-    """Accepted = released + cancelled + waiting, as the audit counts."""
+    """Check in the log that each accepted message is either released, cancelled or pending."""
     status = ball.status()
     kinds: dict[int, set[int]] = {Kind.SCHEDULED: set(), Kind.RELEASE: set(), Kind.CANCEL: set()}
     rows = ball.read_log(
@@ -174,7 +186,7 @@ def check_balance(ball: Timeball, endpoint: str) -> None:
     for batch in rows:
         for row in batch.to_pylist():
             number = row["seq"] if row["kind"] == Kind.SCHEDULED else row["source_seq"]
-            assert number not in kinds[row["kind"]], f"{number} twice"
+            assert number not in kinds[row["kind"]], f"{number} has two rows of this kind"
             kinds[row["kind"]].add(number)
     accepted, released, cancelled = kinds.values()
     assert not released & cancelled and released | cancelled <= accepted
@@ -196,13 +208,13 @@ def test_an_interrupted_backup_continues_without_copying_finished_files_again(
         backup.backup(RealFiles(stopped), RealFiles(copy), SystemClock(), pull_out)
     with pytest.raises(SetupError, match="not finished"):
         backup.restore(RealFiles(copy), RealFiles(copy.with_name("early")))
-    kept = {path: path.stat().st_mtime_ns for path in copy.rglob("*.parquet")}
-    assert kept
+    times_ns = {path: path.stat().st_mtime_ns for path in copy.rglob("*.parquet")}
+    assert times_ns
     manifest = make_backup(stopped, copy)
     assert not (copy / backup.PARTIAL).exists()
-    finished = list(kept)[: len(done) - 1]
-    assert any(path.stat().st_mtime_ns == kept[path] for path in finished), (
-        "what was copied is not copied again"
+    finished = list(times_ns)[: len(done) - 1]
+    assert any(path.stat().st_mtime_ns == times_ns[path] for path in finished), (
+        "a finished file is not copied again"
     )
     assert {file.name for file in manifest.files} >= {"FORMAT", "log/0000000001.log"}
 
@@ -219,6 +231,7 @@ def interrupt_at_the_end(source: Path, target: Path) -> None:
 
 
 def check_copies(manifest: Manifest, source: Path, copy: Path) -> None:
+    """Check that each file of the manifest equals the used part of its source."""
     for file in manifest.files:
         assert (copy / file.name).read_bytes() == (source / file.name).read_bytes()[: file.used_bytes]
 

@@ -46,6 +46,7 @@ SEGMENT_BYTES = 4096  # has room for two frames
 
 
 def walk_all(files: Files) -> list[WalkResult]:
+    """Walk over the whole folder. Returns its damage, then the results of all segments."""
     folder = FolderDump(files)
     return [*folder.damage, *(result for segment in folder.segments for result in folder.walk(segment))]
 
@@ -53,28 +54,31 @@ def walk_all(files: Files) -> list[WalkResult]:
 def rows_by_seq(results: list[WalkResult]) -> dict[int, bytes]:
     """Collect the bodies of all rows in whole frames, by sequence number."""
     rows: dict[int, bytes] = {}
-    for each in results:
-        if isinstance(each, InspectedFrame):
-            rows.update(enumerate(bodies([each.rows]), each.frame.first_seq))
+    for result in results:
+        if isinstance(result, InspectedFrame):
+            rows.update(enumerate(bodies([result.rows]), result.frame.first_seq))
     return rows
 
 
 def damage(results: list[WalkResult]) -> list[Damage]:
-    return [each for each in results if isinstance(each, Damage)]
+    return [result for result in results if isinstance(result, Damage)]
 
 
-def flip(files: CrashFiles, name: str, at: int) -> None:
+def flip(files: CrashFiles, name: str, position: int) -> None:
+    """Flip all bits of one byte of a file."""
     file = files.open(name)
-    file.write_at(at, bytes([files.content(name)[at] ^ 0xFF]))
+    file.write_at(position, bytes([files.content(name)[position] ^ 0xFF]))
     file.close()
 
 
-def save(files: Files, seq: int) -> None:
+def save_checkpoint(files: Files, seq: int) -> None:
+    """Save a checkpoint that covers the rows below `seq`."""
     nothing = np.empty(0, np.int64)
-    cp.save(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
+    cp.save_checkpoint(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
 
 
 def three_segments() -> tuple[CrashFiles, list[bytes]]:
+    """Write a log of three segments. Returns it and the bodies of its rows."""
     files = CrashFiles()
     expected = fill(files, 20)
     assert len(reopened(files).segments.all) == 3, "the fixture is too small"
@@ -98,9 +102,9 @@ def test_a_walk_finds_the_frames_and_rows_that_recovery_finds(commits: list[tupl
     results = walk_all(files)
     segments = open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments
     frames = [
-        (f.segment.ordinal, f.frame.position, f.frame.first_seq)
-        for f in results
-        if isinstance(f, InspectedFrame)
+        (result.segment.ordinal, result.frame.position, result.frame.first_seq)
+        for result in results
+        if isinstance(result, InspectedFrame)
     ]
     assert frames == [
         (segment.ordinal, position, seq)
@@ -116,10 +120,10 @@ def test_segments_have_their_numbers_and_are_last_or_spare() -> None:
     first, second, third = reopened(files).segments.all
     prepare(files, 4, SEGMENT_BYTES)
     results = FolderDump(files).segments
-    assert [(s.ordinal, s.is_last, s.is_spare) for s in results] == [
+    assert [(segment.ordinal, segment.is_last, segment.is_spare) for segment in results] == [
         (1, False, False), (2, False, False), (3, True, False), (4, False, True),
     ]  # fmt: skip
-    assert [(s.first_seq, s.until_seq) for s in results] == [
+    assert [(segment.first_seq, segment.until_seq) for segment in results] == [
         (1, second.first_seq), (second.first_seq, third.first_seq), (third.first_seq, None), (None, None),
     ]  # fmt: skip
     assert results[0].name == first.name and results[0].size_bytes == first.buffer.size
@@ -139,7 +143,7 @@ def test_a_frame_has_its_kinds_of_rows_and_its_span() -> None:
     first, second = (result for result in walk_all(files) if isinstance(result, InspectedFrame))
     assert first.kinds() == {"SCHEDULED": 2, "CANCEL": 1}
     assert (second.kinds(), second.frame.rows, second.frame.span) == ({"TABLE": 1}, 1, 10)
-    assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "a kind nobody knows has its number"
+    assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "an unknown kind is named by its number"
 
 
 def test_an_empty_or_a_new_folder_has_no_frames_and_no_damage() -> None:
@@ -151,7 +155,7 @@ def test_an_empty_or_a_new_folder_has_no_frames_and_no_damage() -> None:
 
 def test_a_walk_over_damage_changes_no_file() -> None:
     files, _ = three_segments()
-    save(files, 5)
+    save_checkpoint(files, 5)
     flip(files, segment_name(2), 500)
     flip(files, segment_name(3), 64 + 300)
     calls = files.calls
@@ -172,7 +176,7 @@ def test_a_torn_tail_is_no_damage_and_has_the_bytes_that_recovery_cuts() -> None
     assert (torn.file, torn.position) == (segment_name(1), position)
     assert list(rows_by_seq(frames).values()) == expected[:6]
     assert reopened(files).cut_bytes == torn.size_bytes
-    assert len(walk_all(files)) == 2, "and then it is gone"
+    assert len(walk_all(files)) == 2, "recovery has removed the torn tail"
 
 
 def test_a_damaged_frame_that_was_acknowledged_is_reported_and_skipped() -> None:
@@ -180,20 +184,20 @@ def test_a_damaged_frame_that_was_acknowledged_is_reported_and_skipped() -> None
     expected = fill(files, 4)
     position = reopened(files).segments.last.frame_positions[1]
     flip(files, segment_name(1), position + 300)
-    (wrong,) = damage(results := walk_all(files))
-    assert (wrong.file, wrong.position) == (segment_name(1), position)
-    assert "checksum" in wrong.text and "acknowledged" in wrong.text
+    (flaw,) = damage(results := walk_all(files))
+    assert (flaw.file, flaw.position) == (segment_name(1), position)
+    assert "checksum" in flaw.text and "acknowledged" in flaw.text
     assert list(rows_by_seq(results).values()) == expected[:3] + expected[6:]
-    assert [type(each) for each in results] == [InspectedFrame, Damage, InspectedFrame, InspectedFrame]
+    assert [type(result) for result in results] == [InspectedFrame, Damage, InspectedFrame, InspectedFrame]
 
 
 def test_damage_in_a_sealed_segment_hides_one_frame_only() -> None:
     files, expected = three_segments()
     segment = reopened(files).segments.all[1]
-    at, seq = segment.frame_positions[-1], segment.frame_seqs[-1]
-    flip(files, segment_name(2), at + 70)
+    position, seq = segment.frame_positions[-1], segment.frame_seqs[-1]
+    flip(files, segment_name(2), position + 70)
     results = walk_all(files)
-    assert [d.position for d in damage(results)] == [at, None], (
+    assert [flaw.position for flaw in damage(results)] == [position, None], (
         "the frame, and that the segment ends too early"
     )
     assert rows_by_seq(results) == {n: body for n, body in enumerate(expected, 1) if not seq <= n < seq + 3}
@@ -207,17 +211,17 @@ def test_a_frame_of_another_position_is_damage() -> None:
     content = files.content(segment_name(1))
     file = files.open(segment_name(1))
     file.write_at(third, content[first:second])
-    (wrong,) = damage(walk_all(files))
-    assert wrong.position == third and "begins with seq 1, expected 7" in wrong.text
+    (flaw,) = damage(walk_all(files))
+    assert flaw.position == third and "begins with seq 1, expected 7" in flaw.text
 
 
 def test_a_damaged_segment_header_hides_no_frame() -> None:
     files, expected = three_segments()
-    for ordinal, at in ((1, 3), (2, 17), (3, 60)):
+    for ordinal, position in ((1, 3), (2, 17), (3, 60)):  # magic, first_seq, checksum
         damaged = files.crash(survival="everything")
-        flip(damaged, segment_name(ordinal), at)
+        flip(damaged, segment_name(ordinal), position)
         results = walk_all(damaged)
-        assert (segment_name(ordinal), 0) in [(d.file, d.position) for d in damage(results)]
+        assert (segment_name(ordinal), 0) in [(flaw.file, flaw.position) for flaw in damage(results)]
         assert list(rows_by_seq(results).values()) == expected
 
 
@@ -230,8 +234,8 @@ def test_rows_that_cannot_be_decoded_are_damage_although_their_checksum_is_right
     struct.pack_into("<I", content, 64 + 52, 0)
     struct.pack_into("<I", content, 64 + 52, google_crc32c.value(bytes(content[64 : 64 + length])))
     files.open(segment_name(1)).write_at(0, bytes(content))
-    (wrong,) = damage(walk_all(files))
-    assert wrong.position == 64 and "the rows cannot be decoded" in wrong.text
+    (flaw,) = damage(walk_all(files))
+    assert flaw.position == 64 and "the rows cannot be decoded" in flaw.text
 
 
 def test_for_any_flipped_byte_a_walk_agrees_with_recovery() -> None:
@@ -245,23 +249,23 @@ def test_for_any_flipped_byte_a_walk_agrees_with_recovery() -> None:
 
     asyncio.run(write())
     expected = read_all(open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
-    refused = taken = 0
+    refused = accepted = 0
     for name in [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER)]:
         content = files.content(name)
-        for at in range(0, len(content), 5):
-            flip(files, name, at)
+        for position in range(0, len(content), 5):
+            flip(files, name, position)
             results = walk_all(files)
-            assert rows_by_seq(results).items() <= expected.items(), (name, at)
+            assert rows_by_seq(results).items() <= expected.items(), (name, position)
             try:
                 rows = read_all(open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
             except (Corrupt, SetupError):
-                assert damage(results), (name, at)
+                assert damage(results), (name, position)
                 refused += 1
             else:
-                assert not damage(results) and rows_by_seq(results) == rows, (name, at)
-                taken += 1
+                assert not damage(results) and rows_by_seq(results) == rows, (name, position)
+                accepted += 1
             files.open(name).write_at(0, content)
-    assert refused > 700 and taken > 70
+    assert refused > 700 and accepted > 70
 
 
 # ---- files -----------------------------------------------------------------------------------------------
@@ -270,15 +274,15 @@ def test_for_any_flipped_byte_a_walk_agrees_with_recovery() -> None:
 def test_a_missing_segment_is_damage_with_its_name() -> None:
     files, _ = three_segments()
     files.remove(segment_name(2))
-    wrong = damage(walk_all(files))
-    assert segment_name(2) in [d.file for d in wrong]
+    flaws = damage(walk_all(files))
+    assert segment_name(2) in [flaw.file for flaw in flaws]
 
 
 def test_a_blank_segment_between_others_and_one_with_a_blank_header_are_damage() -> None:
     files, _ = three_segments()
     blank = files.crash(survival="everything")
     blank.open(segment_name(2)).write_at(0, bytes(blank.size(segment_name(2))))
-    assert (segment_name(2), 0) in [(d.file, d.position) for d in damage(walk_all(blank))]
+    assert (segment_name(2), 0) in [(flaw.file, flaw.position) for flaw in damage(walk_all(blank))]
     files.open(segment_name(2)).write_at(0, bytes(64))
     assert "its header is blank" in damage(walk_all(files))[0].text
 
@@ -306,28 +310,28 @@ def test_a_segment_of_a_newer_format_is_refused() -> None:
 
 def test_a_log_that_ends_before_the_checkpoint_is_damage() -> None:
     files, _ = three_segments()
-    save(files, 61)
+    save_checkpoint(files, 61)
     assert walk_all(files) and not damage(walk_all(files))
-    save(files, 62)
-    (wrong,) = damage(walk_all(files))
-    assert wrong.file == segment_name(3) and "covers seq 61" in wrong.text
-    gone = CrashFiles()
-    save(gone, 62)
-    assert [d.text for d in damage(walk_all(gone))] == [
+    save_checkpoint(files, 62)
+    (flaw,) = damage(walk_all(files))
+    assert flaw.file == segment_name(3) and "covers seq 61" in flaw.text
+    empty = CrashFiles()
+    save_checkpoint(empty, 62)
+    assert [flaw.text for flaw in damage(walk_all(empty))] == [
         "the log is missing, but the checkpoint covers seq 61"
     ]
 
 
 def test_a_damaged_checkpoint_is_damage_and_a_missing_one_only_without_the_first_segment() -> None:
     files, _ = three_segments()
-    save(files, 10)
+    save_checkpoint(files, 10)
     flip(files, cp.NAME, 30)
-    assert [d.file for d in damage(walk_all(files))] == [cp.NAME]
+    assert [flaw.file for flaw in damage(walk_all(files))] == [cp.NAME]
     assert FolderDump(files).checkpoint is None
     files.remove(cp.NAME)
     assert not damage(walk_all(files)), "the whole log is there: it is only replayed"
     files.remove(segment_name(1))
-    assert ["restore it" in d.text for d in damage(walk_all(files))] == [True]
+    assert ["restore it" in flaw.text for flaw in damage(walk_all(files))] == [True]
 
 
 # ---- while a broker writes -------------------------------------------------------------------------------
@@ -335,27 +339,28 @@ def test_a_damaged_checkpoint_is_damage_and_a_missing_one_only_without_the_first
 
 def test_segments_that_retention_removes_during_the_listing_are_no_damage() -> None:
     class Retention(CrashFiles):
-        """Lets the oldest segments go between a listing and the first look at a file."""
+        """Removes the oldest segments between a listing and the first mapping of a file."""
 
-        gone: list[str]
+        names_to_remove: list[str]
 
         def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-            if name.endswith(".log") and self.gone:
-                self.remove(self.gone.pop(0))
+            if name.endswith(".log") and self.names_to_remove:
+                self.remove(self.names_to_remove.pop(0))
             return super().map_readonly(name)
 
     files, expected = three_segments()
-    files.__class__, files.gone = Retention, [segment_name(1), segment_name(2)]  # type: ignore[attr-defined]
-    save(files, 61)
+    files.__class__ = Retention
+    files.names_to_remove = [segment_name(1), segment_name(2)]  # type: ignore[attr-defined]
+    save_checkpoint(files, 61)
     results = walk_all(files)
     assert not damage(results)
     assert list(rows_by_seq(results).values()) == expected[-len(rows_by_seq(results)) :]
-    assert [s.ordinal for s in FolderDump(files).segments] == [3]
+    assert [segment.ordinal for segment in FolderDump(files).segments] == [3]
 
 
 def test_a_listing_ends_although_files_are_removed_in_each_attempt() -> None:
     class Restless(CrashFiles):
-        """Every file is gone when it is looked at."""
+        """Each listed file has been removed when it is mapped."""
 
         def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
             raise NotFound(name)
@@ -368,14 +373,14 @@ def test_a_listing_ends_although_files_are_removed_in_each_attempt() -> None:
 
 def test_a_commit_that_is_completed_during_the_walk_is_no_damage() -> None:
     class Writing(CrashFiles):
-        """At the first look the middle frame is half written; when its follower is seen, it is whole."""
+        """At the first mapping the middle frame is half written. At the second it is whole."""
 
         def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
-            now = super().map_readonly(name)
-            self.looks = getattr(self, "looks", 0) + name.endswith(".log")
-            if self.looks != 1:
-                return now
-            half = bytearray(now)
+            written = super().map_readonly(name)
+            self.mappings = getattr(self, "mappings", 0) + name.endswith(".log")
+            if self.mappings != 1:
+                return written
+            half = bytearray(written)
             half[middle + 600 : last] = bytes(last - middle - 600)
             return pa.py_buffer(bytes(half))
 
@@ -384,7 +389,7 @@ def test_a_commit_that_is_completed_during_the_walk_is_no_damage() -> None:
     _, middle, last = reopened(files).segments.last.frame_positions
     files.__class__ = Writing
     assert list(rows_by_seq(walk_all(files)).values()) == expected
-    assert files.looks == 2, "it was looked at again"  # type: ignore[attr-defined]
+    assert files.mappings == 2, "the position was read again"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -399,13 +404,13 @@ def test_a_segment_that_a_broker_begins_between_two_reads_is_no_damage(
     data[: fmt.ALIGN] = bytes(fmt.ALIGN)
     holds_frames = module._holds_frames
 
-    def begun_meanwhile(buffer: pa.Buffer) -> bool:
+    def begin_meanwhile(buffer: pa.Buffer) -> bool:
         holds = holds_frames(buffer)
         if begins:
             data[: fmt.ALIGN] = header
         return holds
 
-    monkeypatch.setattr(module, "_holds_frames", begun_meanwhile)
+    monkeypatch.setattr(module, "_holds_frames", begin_meanwhile)
     first_seq, damaged = module._read_header(1, pa.py_buffer(data), is_final=True)
     assert (first_seq, damaged is None) == ((1, True) if begins else (None, False))
 
@@ -445,6 +450,7 @@ def files() -> CrashFiles:
 
 
 def seqs(files: CrashFiles, selection: Selection) -> list[int]:
+    """List the numbers of the rows that a selection reports."""
     frames = [
         result for result in find_rows(FolderDump(files), selection) if isinstance(result, InspectedFrame)
     ]
@@ -488,15 +494,15 @@ def test_damage_is_reported_although_it_is_outside_the_selection(files: CrashFil
     summary = summarise(FolderDump(broken), Selection())
     assert summary.damage and summary.document()["damage"][0]["file"] == first.name
     results = list(find_rows(FolderDump(broken), Selection(kinds=frozenset([int(Kind.CANCEL)]))))
-    assert [type(each) for each in results] == [Damage]
+    assert [type(result) for result in results] == [Damage]
 
 
 KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
 SECOND = file_name(31)
 
 
-def folder() -> CrashFiles:
-    """Three segments of messages in four queues of `orders`, with every cache a broker would make."""
+def folder_with_caches() -> CrashFiles:
+    """Write three segments with messages in four queues of `orders`, and all caches of a broker."""
     files = CrashFiles()
 
     async def write() -> None:
@@ -508,7 +514,7 @@ def folder() -> CrashFiles:
 
     asyncio.run(write())
     indexes = QueueIndexes(files)
-    for first, end in ((0, 30), (30, 60)):  # row n of the log has seq n + 1, and stands in queue n % 4
+    for first, end in ((0, 30), (30, 60)):  # message n has seq n + 1 and is in queue n % 4
         for queue in range(4):
             seqs = np.arange(first, end)[np.arange(first, end) % 4 == queue] + 1
             indexes.queue("orders", queue).append(seqs, seqs, seqs)
@@ -516,33 +522,29 @@ def folder() -> CrashFiles:
         flush.seals = True
         flush.write()
         indexes.finish(flush)
-    save_caches(files, 61)
+    save_checkpoint(files, 61)
     return files
 
 
-def save_caches(files: CrashFiles, seq: int) -> None:
-    nothing = np.empty(0, np.int64)
-    cp.save(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
-
-
 def check(files: CrashFiles) -> list[Damage]:
-    results = FolderDump(files)
-    caches = CacheCheck(results)
-    wrong = list(results.damage)
-    for segment in results.segments:
-        for each in results.walk(segment):
-            if isinstance(each, InspectedFrame):
-                caches.add(each)
-        wrong += caches.finish(segment)
-    return wrong
+    """Compare the caches with the log. Returns all damage of the folder and of the caches."""
+    folder = FolderDump(files)
+    caches = CacheCheck(folder)
+    flaws = list(folder.damage)
+    for segment in folder.segments:
+        for result in folder.walk(segment):
+            if isinstance(result, InspectedFrame):
+                caches.add(result)
+        flaws += caches.finish(segment)
+    return flaws
 
 
-def overwrite(files: CrashFiles, name: str, at: int, data: bytes) -> None:
-    files.open(name).write_at(at, data)
+def overwrite(files: CrashFiles, name: str, position: int, data: bytes) -> None:
+    files.open(name).write_at(position, data)
 
 
 def test_the_caches_of_a_broker_have_no_damage_and_are_not_changed() -> None:
-    files = folder()
+    files = folder_with_caches()
     calls = files.calls
     assert check(files) == []
     assert files.calls == calls
@@ -550,67 +552,66 @@ def test_the_caches_of_a_broker_have_no_damage_and_are_not_changed() -> None:
 
 @pytest.mark.parametrize("name", [KEYS, FRAMES])
 def test_a_missing_key_run_or_frame_index_is_no_damage(name: str) -> None:
-    files = folder()
+    files = folder_with_caches()
     files.remove(name)
     assert check(files) == []
 
 
 @pytest.mark.parametrize("name", [KEYS, FRAMES])
 def test_a_key_run_or_frame_index_with_a_wrong_checksum_is_damage(name: str) -> None:
-    files = folder()
+    files = folder_with_caches()
     overwrite(files, name, 30, b"?")
-    assert [d.file for d in check(files)] == [name]
+    assert [flaw.file for flaw in check(files)] == [name]
 
 
 def test_a_key_run_and_a_frame_index_of_another_segment_are_damage() -> None:
-    files = folder()
+    files = folder_with_caches()
     for kind in ("keys", "frames"):
         files.replace(f"log/0000000001.{kind}", files.content(f"log/0000000002.{kind}"))
-    assert {d.file for d in check(files)} == {KEYS, FRAMES}
+    assert {flaw.file for flaw in check(files)} == {KEYS, FRAMES}
 
 
 def test_a_key_run_with_a_lost_swapped_or_unsorted_pair_is_damage() -> None:
-    files = folder()
+    files = folder_with_caches()
     hashes, rows = KeyRun(files.map_readonly(KEYS)).columns()
     swapped = rows.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
-    for wrong in ((hashes[1:], rows[1:]), (hashes, swapped)):
-        files.replace(KEYS, b"".join(key_hash.encode([wrong])))
-        assert [d.file for d in check(files)] == [KEYS]
+    for pairs in ((hashes[1:], rows[1:]), (hashes, swapped)):
+        files.replace(KEYS, b"".join(key_hash.encode([pairs])))
+        assert [flaw.file for flaw in check(files)] == [KEYS]
     files.replace(KEYS, b"".join(key_hash.encode([(hashes[::-1], rows[::-1])])))
-    assert [d.file for d in check(files)] == [KEYS], "the right pairs, and not sorted"
+    assert [flaw.file for flaw in check(files)] == [KEYS], "the right pairs, but not sorted"
 
 
-@pytest.mark.parametrize("at", [20, -13])
-def test_a_queue_file_with_a_flipped_bit_is_damage(at: int) -> None:
-    files = folder()
+@pytest.mark.parametrize("position", [20, -13], ids=["header", "entries"])
+def test_a_queue_file_with_a_flipped_bit_is_damage(position: int) -> None:
+    files = folder_with_caches()
     data = bytearray(files.content(QUEUE))
-    data[at] ^= 4
+    data[position] ^= 4
     files.replace(QUEUE, bytes(data))
-    (wrong,) = check(files)
-    assert wrong.file == QUEUE and "checksum" in wrong.text and "delete it" in wrong.text
+    (flaw,) = check(files)
+    assert flaw.file == QUEUE and "checksum" in flaw.text and "delete it" in flaw.text
 
 
 def test_a_queue_file_with_a_wrong_entry_is_damage() -> None:
-    files = folder()
+    files = folder_with_caches()
     parts = QueueFile(QUEUE, files.content(QUEUE)).parts()
     parts[0].entries["seq"][3] += 1
     files.replace(QUEUE, encode(1, 31, parts))
-    (wrong,) = check(files)
+    (flaw,) = check(files)
     assert (
-        wrong.file == QUEUE
-        and "offset 3 of queue 0 of 'orders' should name seq 13, and names 14" in wrong.text
+        flaw.file == QUEUE and "offset 3 of queue 0 of 'orders' should name seq 13, and names 14" in flaw.text
     )
 
 
 def test_a_missing_queue_file_is_damage() -> None:
-    files = folder()
+    files = folder_with_caches()
     files.remove(QUEUE)
-    assert {(wrong.file, "missing" in wrong.text) for wrong in check(files)} == {(QUEUE, True)}
+    assert {(flaw.file, "missing" in flaw.text) for flaw in check(files)} == {(QUEUE, True)}
 
 
 def test_a_queue_file_that_is_being_written_is_no_damage() -> None:
-    files = folder()
+    files = folder_with_caches()
     file = files.create(f"{SECOND}.new")
     file.write_at(0, files.content(SECOND)[:50])
     file.close()
@@ -619,23 +620,23 @@ def test_a_queue_file_that_is_being_written_is_no_damage() -> None:
 
 def test_a_queue_file_that_retention_removes_during_the_check_is_no_damage() -> None:
     class Retention(CrashFiles):
-        """Removes the oldest queue file between the listing and the look at it."""
+        """Removes the oldest queue file between its listing and its mapping."""
 
         def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
             if name == QUEUE and self.exists(name):
                 self.remove(name)
             return super().map_readonly(name)
 
-    files = folder()
+    files = folder_with_caches()
     files.__class__ = Retention
     assert check(files) == []
 
 
 def test_queue_files_after_the_checkpoint_are_not_compared() -> None:
-    files = folder()
+    files = folder_with_caches()
     files.remove(SECOND)
-    assert [d.file for d in check(files)] == [SECOND] * 2, "once a segment"
-    save_caches(files, 31)
+    assert [flaw.file for flaw in check(files)] == [SECOND] * 2, "once for each segment with rows of the file"
+    save_checkpoint(files, 31)
     assert check(files) == []
     files.remove(cp.NAME)
     files.remove(QUEUE)

@@ -36,15 +36,18 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(original: Path, tmp_path: Path) -> Path:
+    """A copy of the original folder, which the test may change."""
     return Path(shutil.copytree(original, tmp_path / "data"))
 
 
 def damage(data: Path, *, verify: bool, selection: Selection = ALL) -> list[tuple[str, str]]:
+    """Summarise the folder. Returns the file and the first part of the text of each damage."""
     summary = summarise(FolderDump(RealFiles(data)), selection, verify=verify)
     return [(damage.file, damage.text.partition(";")[0]) for damage in summary.damage]
 
 
-def live(data: Path) -> list[Path]:
+def live_files(data: Path) -> list[Path]:
+    """List the data files of the pending table."""
     return sorted(data.glob("pending/bucket=*/*.parquet"))
 
 
@@ -60,7 +63,7 @@ def test_a_shortened_and_a_missing_data_file_are_damage_also_without_the_checkpo
     data: Path, verify: bool
 ) -> None:
     assert damage(data, verify=verify) == []
-    first, second = live(data)
+    first, second = live_files(data)
     size_bytes = first.stat().st_size
     os.truncate(first, size_bytes - 1)
     expected = [
@@ -73,23 +76,23 @@ def test_a_shortened_and_a_missing_data_file_are_damage_also_without_the_checkpo
 
 
 def test_a_wrong_byte_of_a_data_file_is_found_by_verify_only(data: Path) -> None:
-    for damaged in live(data):
+    for damaged in live_files(data):
         content = bytearray(damaged.read_bytes())
         content[len(content) // 3] ^= 1
         damaged.write_bytes(content)
     assert damage(data, verify=False) == []
     assert sorted(name for name, _ in damage(data, verify=True)) == [
-        damaged.relative_to(data).as_posix() for damaged in live(data)
+        damaged.relative_to(data).as_posix() for damaged in live_files(data)
     ]
 
 
 def test_a_data_file_whose_link_exists_is_not_missing(data: Path) -> None:
-    live(data)[0].unlink()
+    live_files(data)[0].unlink()
     assert damage(data, verify=True) == []
 
 
 def test_missing_data_files_are_no_damage_in_a_replica_or_with_an_object_store(data: Path) -> None:
-    lost = lose(data, live(data)[0])
+    lost = lose(data, live_files(data)[0])
     assert damage(data, verify=True) == [(lost, "it is missing")]
     (data / IDENTITY_NAME).touch()
     assert damage(data, verify=True) == []
@@ -99,7 +102,7 @@ def test_missing_data_files_are_no_damage_in_a_replica_or_with_an_object_store(d
 
 
 def test_a_missing_data_file_is_no_damage_if_the_log_is_damaged_or_only_partly_read(data: Path) -> None:
-    lose(data, live(data)[0])
+    lose(data, live_files(data)[0])
     assert damage(data, verify=False, selection=Selection(to_seq=0)) == []
     log = data / segment_name(1)
     content = bytearray(log.read_bytes())
@@ -110,7 +113,7 @@ def test_a_missing_data_file_is_no_damage_if_the_log_is_damaged_or_only_partly_r
 
 def test_pages_that_the_disk_cannot_read_are_damage_with_their_positions(data: Path) -> None:
     files = BadDisk(data)
-    damaged = live(data)[0].relative_to(data).as_posix()
+    damaged = live_files(data)[0].relative_to(data).as_posix()
     end = files.size(segment_name(1)) - PAGE
     files.bad = {damaged: [2 * PAGE], segment_name(1): [PAGE, end]}
     faults = summarise(FolderDump(files), ALL, verify=True).damage

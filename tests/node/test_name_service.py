@@ -18,6 +18,7 @@ PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
 
 
 def settings(**more: object) -> Settings:
+    """Build the settings of a node of a cluster with a name server."""
     return Settings(**(PLAIN | {"name_server_port": 9_876} | more))  # type: ignore[arg-type]
 
 
@@ -64,5 +65,6 @@ def test_the_status_lists_the_flight_addresses_of_each_group_once_it_is_read() -
 
 
 def ask_route(port: int) -> Command:
+    """Ask the name server for the route of a topic."""
     with Wire(port) as wire:
         return wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="orders")

@@ -37,7 +37,7 @@ def assert_start_refused(data: Path, text: str, **settings: int) -> None:
     """Assert that a start with these settings raises SetupError with this text."""
 
     async def main() -> None:
-        # On ports that the system chooses: tests run beside each other, and none may want a port that another has.
+        # The system chooses the ports, so that tests that run at the same time do not need the same port.
         node = Node(RunningNode(data, http_port=0, **settings).settings)
         with pytest.raises(SetupError, match=text):
             await node.start()
@@ -46,21 +46,21 @@ def assert_start_refused(data: Path, text: str, **settings: int) -> None:
 
 
 # Libraries of the edges. A start imports them after it has released the due messages.
-LATE = {"deltalake", "google.protobuf", "lark", "prometheus_client", "starlette", "uvicorn"}
+LATE_IMPORTS = {"deltalake", "google.protobuf", "lark", "prometheus_client", "starlette", "uvicorn"}
 PUSHES = "aiohttp"  # a fifth of a start's CPU: imported for the first push subscription
 
 
 def libraries_imported_by(module: str) -> set[str]:
     """Find which of these libraries a new process has after it has imported a module."""
     code = f"import sys, {module}\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {*LATE, PUSHES} & set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {*LATE_IMPORTS, PUSHES} & set(process.stdout.split())
 
 
 def test_a_start_imports_the_libraries_of_the_edges_after_the_first_release() -> None:
     """The control: the edges import all of these libraries."""
     assert libraries_imported_by("timeball.node.node") == set()
-    assert libraries_imported_by("timeball.edges.edges") == LATE
+    assert libraries_imported_by("timeball.edges.edges") == LATE_IMPORTS
     assert PUSHES in libraries_imported_by("timeball.edges.push.sender")
 
 
@@ -76,7 +76,9 @@ def test_visible_and_scheduled_messages_survive_a_stop_and_a_start(tmp_path: Pat
     with running_node(tmp_path, clock) as node:
         clock.advance(5_000)
         with node.client() as ball:
-            eventually(lambda: sum(q.max for q in ball.queues("orders").values()) == 2, "both are visible")
+            eventually(
+                lambda: sum(queue.max for queue in ball.queues("orders").values()) == 2, "both are visible"
+            )
 
 
 def test_a_node_that_starts_and_stops_several_times_leaves_no_threads(tmp_path: Path) -> None:
@@ -116,11 +118,12 @@ def test_after_sigterm_the_broker_still_answers_while_before_stop_runs(tmp_path:
         assert node.broker.status()["log"]["next_seq"] == 3
 
 
-# ---- starts that cannot be ----------------------------------------------------------------------------------
+# ---- starts that are refused ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def taken_port() -> Iterator[int]:
+def port_in_use() -> Iterator[int]:
+    """Listen on a port, so that a node cannot. Yields the port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -128,7 +131,7 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_start_with_a_port_in_use_names_it_and_unlocks_the_folder(tmp_path: Path) -> None:
-    with taken_port() as port:
+    with port_in_use() as port:
         assert_start_refused(tmp_path, str(port), port=port)
     with running_node(tmp_path) as node:
         assert node.run(node.broker.send(batch(1))).first_seq == 2

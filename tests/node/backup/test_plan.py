@@ -18,30 +18,32 @@ LOG = "log/0000000001.log"
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
+    """A folder with messages in two data files and in the log."""
     folder = tmp_path / "data"
     with running_node(folder) as node, node.client() as ball:
-        ball.send_many([{"body": f"{i}", "after": "7200s"} for i in range(100)], topic="t")
+        ball.send_many([{"body": f"{number}", "after": "7200s"} for number in range(100)], topic="t")
         ball.compact()
-        ball.send_many([{"body": f"{i}", "after": "9000s"} for i in range(100)], topic="t")
+        ball.send_many([{"body": f"{number}", "after": "9000s"} for number in range(100)], topic="t")
         ball.compact()
         ball.send("t", "the last")
     return folder
 
 
 def change(path: Path, position: int, content: bytes) -> None:
+    """Overwrite bytes of a file."""
     with path.open("r+b") as file:
         file.seek(position)
         file.write(content)
 
 
 def test_a_plan_has_the_log_up_to_its_last_whole_frame_and_all_live_data_files(data: Path) -> None:
-    found = plan(RealFiles(data))
-    assert [planned.name for planned in found.files if planned.name.endswith(".log")] == [LOG]
-    (log,) = (planned for planned in found.files if planned.name == LOG)
+    backup_plan = plan(RealFiles(data))
+    assert [planned.name for planned in backup_plan.files if planned.name.endswith(".log")] == [LOG]
+    (log,) = (planned for planned in backup_plan.files if planned.name == LOG)
     assert fmt.ALIGN < log.used_bytes < log.buffer.size
-    assert found.first_row == 1 and found.row > 200
+    assert backup_plan.first_row == 1 and backup_plan.row > 200
     live = {path.relative_to(data).as_posix() for path in data.glob("pending/bucket=*/*.parquet")}
-    assert {planned.name for planned in found.files} == {LOG, *live} and len(live) == 2
+    assert {planned.name for planned in backup_plan.files} == {LOG, *live} and len(live) == 2
 
 
 def test_a_plan_leaves_out_a_commit_that_is_being_written(data: Path) -> None:
