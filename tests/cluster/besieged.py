@@ -1,7 +1,7 @@
 """Three replicas under the clients of the siege (tests/crash/siege.py): their leader is killed, wiped or stopped.
 
-The clients reach the group through any of the nodes, whose gateways forward. So each client meets nodes that are gone,
-and leaders that are gone. At the end the logs of the replicas are compared byte for byte, and a single broker opens one
+The clients reach the group through any of the nodes, whose gateways forward. So each client meets nodes that have
+ended, and loses leaders. At the end the logs of the replicas are compared byte for byte, and a single broker opens one
 of the folders, with a clock at which everything is due.
 """
 
@@ -28,8 +28,9 @@ class GroupProcesses(BrokerProcess):
     """A group in place of a single broker: its addresses are those of its nodes in turn."""
 
     def __init__(self, folder: Path, options: dict[str, str], unfenced: str) -> None:
+        """`options` are those of each node. `unfenced` names fences that the nodes lack (unfenced.py)."""
         self._turns = itertools.count()
-        self._folder, self._given, self._unfenced = folder, options, unfenced
+        self._folder, self._node_options, self._unfenced = folder, options, unfenced
         self._stack = ExitStack()
         self.starts_ms: list[int] = []
         self.cluster: Cluster
@@ -56,7 +57,7 @@ class GroupProcesses(BrokerProcess):
         return True
 
     def start(self, give_up_ms: float = 0) -> bool:
-        """Start all, and wait for a leader."""
+        """Start all nodes, and wait for a leader. Returns True."""
         self.cluster = self._stack.enter_context(
             running_cluster(self._folder, unfenced=self._unfenced, **self._given)
         )
@@ -86,17 +87,17 @@ class GroupProcesses(BrokerProcess):
             )
         )
 
-    def wait_all_count(self, started: NodeProcess, lives: int) -> None:
+    def wait_all_count(self, started: NodeProcess, starts: int) -> None:
         """Wait until a node has started so many times, and the record names exactly the running replicas."""
 
-        def is_so() -> bool:
-            if len(replicas_of(started)) < lives:
+        def all_count() -> bool:
+            if len(replicas_of(started)) < starts:
                 return False
             record = self.cluster.view().record
             assert record is not None
             return set(record.replicas) == {replicas_of(node)[-1] for node in self.cluster.nodes.values()}
 
-        self.cluster.wait("all replicas count", is_so)
+        self.cluster.wait("all replicas count", all_count)
 
 
 def replicas_of(node: NodeProcess) -> list[str]:
@@ -121,17 +122,18 @@ class GroupSiege(Siege):
         wipes: bool = False,
         unfenced: str = "",
     ) -> None:
+        """`wipes`: the killed leader starts again with an empty disk. `unfenced`: see GroupProcesses."""
         super().__init__(folder / "unused", seed, options)
         self.broker: GroupProcesses = GroupProcesses(folder, {**OPTIONS, **(options or {})}, unfenced)
-        self._compacts = False  # a test of compaction's files is not intended here
+        self._compacts = False  # the files of compactions have their own tests
         self._wipes = wipes
         self.serving_s: list[float] = []  # from the kill until another node serves
-        self.acknowledged_s: list[float] = []  # and until a client was answered by it
+        self.acknowledged_s: list[float] = []  # from the kill until that node has answered a client
 
     def strike(self) -> None:
         """Kill the leader, wait for another one, and start the killed node again."""
         broker, leader = self.broker, self.broker.leader()
-        lives = len(replicas_of(leader))
+        starts = len(replicas_of(leader))
         begin_s = time.monotonic()
         leader.kill()
         self.counts["killed"] += 1
@@ -143,18 +145,21 @@ class GroupSiege(Siege):
         if self._wipes:
             leader.wipe()
         leader.start()
-        broker.wait_all_count(leader, lives + 1)
+        broker.wait_all_count(leader, starts + 1)
 
     def faults(self, schedule: str = "hour_log") -> list[Fault]:
         """Compare the logs, then the contents of one of them with the answers to clients."""
         self.end_clients()
-        found = self.differences()
+        faults = self.differences()
         leader = self.broker.leader()
         self.broker.data = leader.data
-        return [*found, *super().faults(schedule)]
+        return [*faults, *super().faults(schedule)]
 
     def differences(self) -> list[Fault]:
-        """Wait until all logs are equal. The leader writes rows now and then by itself."""
+        """Wait until all logs are equal. Returns a fault for each log if they do not become equal.
+
+        The leader also writes rows without a request, so one look may be too early.
+        """
         deadline, texts = time.monotonic() + BOUND_S, []
         while time.monotonic() < deadline:
             logs = [log_of(node) for node in self.broker.cluster.nodes.values()]
@@ -165,12 +170,12 @@ class GroupSiege(Siege):
         return [Fault("unequal", text) for text in texts]
 
     def times(self) -> str:
-        """Return how long a takeover took."""
+        """Describe the durations of the takeovers."""
         figures = {"serving": self.serving_s, "first acknowledgement": self.acknowledged_s}
         return ", ".join(
-            f"{what}: p50 {median(each):.2f} s, max {max(each):.2f} s"
-            for what, each in figures.items()
-            if each
+            f"{name}: p50 {median(durations_s):.2f} s, max {max(durations_s):.2f} s"
+            for name, durations_s in figures.items()
+            if durations_s
         )
 
     def _note_saved_offsets(self) -> None:
@@ -179,5 +184,7 @@ class GroupSiege(Siege):
 
 def log_of(node: NodeProcess) -> dict[str, bytes]:
     """Return a replica's segments without trailing zeros and without spares."""
-    found = {path.name: path.read_bytes().rstrip(b"\0") for path in (node.data / "log").glob("*.log")}
-    return {name: content for name, content in found.items() if content}
+    content_by_name = {
+        path.name: path.read_bytes().rstrip(b"\0") for path in (node.data / "log").glob("*.log")
+    }
+    return {name: content for name, content in content_by_name.items() if content}

@@ -72,16 +72,18 @@ class Client(World):
         self._epoch = machine.epochs[-1]
 
     async def cancel(self, keys: Iterable[str]) -> None:
-        wanted, begun_ms = list(keys), self.clock.boot
-        for key in wanted:
+        """Cancel messages, and record when the first cancel of each was requested."""
+        key_list, begun_ms = list(keys), self.clock.boot
+        for key in key_list:
             self._simulation.cancelled_ms.setdefault(key, self.clock.wall)
-        await super().cancel(wanted)
-        self._forget_old_words(wanted, begun_ms)
+        await super().cancel(key_list)
+        self._forget_excused_verdicts(key_list, begun_ms)
 
     async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
-        wanted, begun_ms = list(keys), self.clock.boot
-        await super().reschedule(wanted, delay_ms)
-        self._forget_old_words(wanted, begun_ms)
+        """Give messages another delay."""
+        key_list, begun_ms = list(keys), self.clock.boot
+        await super().reschedule(key_list, delay_ms)
+        self._forget_excused_verdicts(key_list, begun_ms)
 
     async def look_up(self, keys: Iterable[str]) -> None:
         """Look acknowledged messages up, which must be found."""
@@ -89,9 +91,9 @@ class Client(World):
             begun_ms = self.clock.boot
             if not await self.broker.find(key) and not self.files.cut:
                 self.observed.verdicts.setdefault(key, []).append("not_found")
-                self._forget_old_words([key], begun_ms)
+                self._forget_excused_verdicts([key], begun_ms)
 
-    def _forget_old_words(self, keys: list[str], begun_ms: int) -> None:
+    def _forget_excused_verdicts(self, keys: list[str], begun_ms: int) -> None:
         """Forget a `not_found` of a replaced leader whose lease etcd has ended too early: it relied on it.
 
         No other verdict is excused: each is in a row, which only a majority commits.
@@ -103,12 +105,12 @@ class Client(World):
                     verdicts.pop()
 
     async def apply_retention(self) -> None:
-        """Apply retention. Removed rows count as seen. A broker has one such duty, so one runs at a time."""
-        if self._machine.letting_go is not self.node:
-            self._machine.letting_go = self.node
+        """Apply retention. Removed rows count as seen. A broker runs one retention at a time, so this does as well."""
+        if self._machine.retaining_node is not self.node:
+            self._machine.retaining_node = self.node
             await self.consume()
             await super().apply_retention()
-            self._machine.letting_go = None
+            self._machine.retaining_node = None
 
     def fresh_keys(self, count: int) -> list[str]:
         self._simulation.keys += count
@@ -131,7 +133,7 @@ class Simulation:
         segment_bytes = self.random.choice(SEGMENT_BYTES)
         self.machines = [Machine(name, self.memory, self.wire, self.random, segment_bytes) for name in NAMES]
         for machine in self.machines:
-            machine.others = {each.name: each for each in self.machines}
+            machine.others = {other.name: other for other in self.machines}
             machine.clock.step_wall(self.random.randint(-SKEW_MS // 2, SKEW_MS // 2))
         scale = [self.random.choice((0.3, 1, 1, 3)) for _ in range(5)]
         actions = (
@@ -142,7 +144,7 @@ class Simulation:
             (self.unreach, 0.4 * scale[3]), (self.wipe, 0.4 * scale[4]), (self.hand_over, 0.3 * scale[4]),
             (lambda: None, 50),
         )  # fmt: skip
-        self.actions, self.weights = [each[0] for each in actions], [each[1] for each in actions]
+        self.actions, self.weights = [action for action, _ in actions], [weight for _, weight in actions]
 
     def run(self, steps: int = STEPS) -> None:
         """Run with faults, then repair and compare. Raises Fault."""
@@ -158,6 +160,7 @@ class Simulation:
                     machine.die()
 
     def _begin(self) -> None:
+        """Start all machines, write the first record, and wait for a leader."""
         for machine in self.machines:
             machine.start()
         first = self.machines[0]
@@ -180,10 +183,10 @@ class Simulation:
             self.bury(machine)
 
     def bury(self, machine: Machine) -> None:
-        """End a process that wants to end, or whose disk was cut."""
+        """End a process that wants to end, or whose disk has lost its power. Raises Fault for an unexpected end."""
         if not machine.is_up or (machine.ended is None and not machine.files.cut):
             return
-        # A cut disk may raise any error. Otherwise the process has lost the lead: nothing is damaged here.
+        # A disk without power may raise any error. Otherwise the process may end only because it lost the lead.
         is_expected = isinstance(machine.ended, TimeballError) and not isinstance(machine.ended, Corrupt)
         if not machine.files.cut and not is_expected:
             raise Fault(f"{machine.name} ended: {machine.ended!r}") from machine.ended
@@ -196,8 +199,8 @@ class Simulation:
         if loses_power:
             machine.files = machine.files.crash(self.random.getrandbits(32))
         machine.files.cut = False
-        if machine.unheard:
-            raise Fault(f"{machine.name}: {machine.unheard}")
+        if machine.unexpected_errors:
+            raise Fault(f"{machine.name}: {machine.unexpected_errors}")
 
     def leaders(self) -> list[Machine]:
         """Return the machines that serve, or believe that they do."""
@@ -215,12 +218,12 @@ class Simulation:
         client, random = Client(self, machine, machine.node), self.random
         # Retention may have removed messages released or cancelled long ago, and then they are not found.
         since_ms = self.clock.wall - 1_000
-        known = [
+        known_keys = [
             key
-            for key, one in self.observed.sent.items()
-            if one.acked and min(one.due_ms or 0, self.cancelled_ms.get(key, NEVER_MS)) >= since_ms
+            for key, message in self.observed.sent.items()
+            if message.acked and min(message.due_ms or 0, self.cancelled_ms.get(key, NEVER_MS)) >= since_ms
         ]
-        some = random.sample(known, min(len(known), random.randint(1, 3)))
+        some_keys = random.sample(known_keys, min(len(known_keys), random.randint(1, 3)))
         delays_ms = random.choices(DELAYS_MS, k=random.randint(1, 4))
         topic, body_bytes, delay_ms = (
             random.choice("xy"),
@@ -229,9 +232,9 @@ class Simulation:
         )
         verbs: list[tuple[float, Callable[[], Awaitable[object]]]] = [
             (10, lambda: client.send(topic, delays_ms, body_bytes)),
-            (4, lambda: client.cancel(some)),
-            (3, lambda: client.reschedule(some[:1], delay_ms)),
-            (3, lambda: client.look_up(some[:1])),
+            (4, lambda: client.cancel(some_keys)),
+            (3, lambda: client.reschedule(some_keys[:1], delay_ms)),
+            (3, lambda: client.look_up(some_keys[:1])),
             (4, client.consume),
             (1, client.save_offsets),
             (0.7, client.checkpoint),
@@ -259,11 +262,11 @@ class Simulation:
 
     def any(self, *, up: bool = True) -> Machine | None:
         """Return a machine that is up or down, often one that serves."""
-        found = [machine for machine in self.machines if machine.is_up == up]
-        serving = [machine for machine in self.leaders() if machine in found]
+        machines = [machine for machine in self.machines if machine.is_up == up]
+        serving = [machine for machine in self.leaders() if machine in machines]
         if serving and self.random.random() < 0.5:
-            found = serving
-        return self.random.choice(found) if found else None
+            machines = serving
+        return self.random.choice(machines) if machines else None
 
     def boot(self) -> None:
         """Start a machine that is down."""
@@ -294,12 +297,12 @@ class Simulation:
                 self.end(machine, loses_power=True)
 
     def pause(self) -> None:
-        """Stop a process for a while, without its notice."""
+        """Suspend a process, until `resume`."""
         if machine := self.any():
             machine.is_paused = True
 
     def resume(self) -> None:
-        """Continue stopped processes."""
+        """Let suspended processes continue."""
         for machine in self.machines:
             machine.is_paused = False
 
@@ -324,7 +327,7 @@ class Simulation:
             self.leases_hold_from_ms = self.clock.boot + TTL_MS
 
     def unreach(self) -> None:
-        """Let a machine not reach etcd."""
+        """Cut a machine off from etcd, until `reach`."""
         if machine := self.any():
             machine.is_without_store = True
 
@@ -334,7 +337,7 @@ class Simulation:
             machine.is_without_store = False
 
     def hand_over(self) -> None:
-        """Ask a leader to step down."""
+        """Ask a leader to hand over to another machine."""
         serving = [machine for machine in self.leaders() if not machine.is_paused]
         if serving:
             machine = self.random.choice(serving)
@@ -350,13 +353,13 @@ class Simulation:
             machine.files, machine.is_blank = CrashFiles(), True
 
     def may_lose(self, machine: Machine) -> bool:
-        """Return whether each counting set would lack at most one replica: three copies bear no more."""
+        """Check that without this machine each counting set lacks at most one replica. A set of three bears no more."""
         sets = [self.record().replicas, self.record().former]
         for other in self.machines:
             if other.is_up and other.thread is not None and (lead := other.thread.state.lead):
                 sets += [lead.replicas, lead.joining, lead.wanted, lead.former]
-        there = {other.replica for other in self.machines if other is not machine and not other.is_blank}
-        return all(len(set(replicas) - there) <= 1 for replicas in sets)
+        intact = {other.replica for other in self.machines if other is not machine and not other.is_blank}
+        return all(len(set(replicas) - intact) <= 1 for replicas in sets)
 
     def record(self) -> Record:
         """Return the group's record."""
@@ -374,9 +377,9 @@ class Simulation:
             while machine := self.any(up=False):
                 machine.start()
             self.pass_time(HEAL_STEP_MS)
-            for each in self.leaders() if number % 50 == 0 else ():
-                assert each.node is not None
-                self.give(each, Client(self, each, each.node).consume)  # before retention removes it
+            for serving in self.leaders() if number % 50 == 0 else ():
+                assert serving.node is not None
+                self.give(serving, Client(self, serving, serving.node).consume)  # before retention removes it
             leader = self._settled_leader()
             if reading is not None and reading.done() and not reading.cancelled() and reading.result():
                 if leader is not None:
@@ -384,7 +387,11 @@ class Simulation:
                 reading = None
             elif leader is not None and leader.node is not None and (reading is None or reading.done()):
                 reading = self.give(leader, partial(self._read, Client(self, leader, leader.node)))
-        states = {m.name: (m.role, m.replica, m.ended) for m in self.machines if m.is_up}
+        states = {
+            machine.name: (machine.role, machine.replica, machine.ended)
+            for machine in self.machines
+            if machine.is_up
+        }
         raise Fault(f"no convergence: {states}, {self.record()}")
 
     async def _read(self, client: Client) -> Outcome:
@@ -399,7 +406,8 @@ class Simulation:
         leader = leaders[0]
         assert leader.node is not None
         last_ms = max(
-            (max(each.due_ms or 0, *each.maybe_due, 0) for each in self.observed.sent.values()), default=0
+            (max(message.due_ms or 0, *message.maybe_due, 0) for message in self.observed.sent.values()),
+            default=0,
         )
         is_settled = leader.node.broker.scheduling.scheduler.settled_before_ms > last_ms
         if leader.role is not Role.LEADER or not is_settled or self.clock.wall < last_ms + 2 * SKEW_MS:
@@ -412,13 +420,15 @@ class Simulation:
     def _compare(self, outcome: Outcome) -> None:
         """Compare the answers with the final state. Raises Fault."""
         logs = [machine.content() for machine in self.machines]
-        kept = set.intersection(*map(set, logs))  # a follower removes segments a moment later than its leader
-        if not kept or any(log[name] != logs[0][name] for log in logs for name in kept):
+        common_names = set.intersection(
+            *map(set, logs)
+        )  # a follower removes segments a moment later than its leader
+        if not common_names or any(log[name] != logs[0][name] for log in logs for name in common_names):
             self.broken.append("the logs are not the same bytes")
-        found = [f"{fault.kind}: {fault.text}" for fault in check(self.observed, outcome)]
-        found += self.broken + [text for machine in self.machines for text in machine.unheard]
-        if found:
-            raise Fault("; ".join(found[:5]))
+        faults = [f"{fault.kind}: {fault.text}" for fault in check(self.observed, outcome)]
+        faults += self.broken + [text for machine in self.machines for text in machine.unexpected_errors]
+        if faults:
+            raise Fault("; ".join(faults[:5]))
 
     @property
     def epochs(self) -> list[int]:
@@ -463,21 +473,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--fault", choices=FAULTS, default="")
     options = parser.parse_args()
-    found = epochs = acknowledged = deaths = 0
+    faulty_seeds = epochs = acknowledged = deaths = 0
     for seed in range(options.seed, options.seed + options.seeds):
         try:
             simulation = run(seed, options.steps, options.fault)
         except Fault as fault:
-            found += 1
+            faulty_seeds += 1
             print(f"seed {seed}: {fault}")
             continue
         epochs, deaths = epochs + len(simulation.epochs), deaths + simulation.deaths
         acknowledged += len(simulation.acknowledged)
     print(
         f"{options.seeds} seeds, {epochs} epochs served, {deaths} deaths, {acknowledged} messages acknowledged, "
-        f"{found} seeds with a fault"
+        f"{faulty_seeds} seeds with a fault"
     )
-    return 1 if found else 0
+    return 1 if faulty_seeds else 0
 
 
 if __name__ == "__main__":

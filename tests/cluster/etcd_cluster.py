@@ -28,6 +28,7 @@ HEARTBEAT_MS, ELECTION_MS = 50, 500  # TTL 1 s needs them (docs/etcd.md)
 
 
 def need_etcd() -> str:
+    """Return the path of etcd. Skips the test if it is not installed."""
     if BINARY is None:
         pytest.skip("etcd is not installed (Debian: etcd-server)")
     return BINARY
@@ -35,7 +36,7 @@ def need_etcd() -> str:
 
 @dataclass
 class Member:
-    """One process; it keeps its ports and its folder over restarts."""
+    """One member. It keeps its ports and its folder over restarts."""
 
     name: str
     client: str
@@ -45,6 +46,7 @@ class Member:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Start the process without waiting for it."""
         assert self.process is None
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -52,16 +54,19 @@ class Member:
             )
 
     def kill(self) -> None:
+        """Kill the process, and wait for its end."""
         assert self.process is not None
-        self.process.kill()  # ends a stopped one, too
+        self.process.kill()  # also ends a suspended process
         self.process.wait()
         self.process = None
 
     def stop(self) -> None:
+        """Suspend the process (SIGSTOP)."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
+        """Let the suspended process continue."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
@@ -89,25 +94,25 @@ class EtcdCluster:
             name = f"m{number}"
             client, peer = (f"{self.host}:{ports[number + offset]}" for offset in (0, self.size))
             self.members.append(Member(name, f"{scheme}://{client}", f"http://{peer}", [], self.folder))
-        everyone = ",".join(f"{each.name}={each.peer}" for each in self.members)
-        for each in self.members:
-            each.arguments = [
-                "--name", each.name, "--data-dir", str(self.folder / each.name),
-                "--listen-client-urls", each.client, "--advertise-client-urls", each.client,
-                "--listen-peer-urls", each.peer, "--initial-advertise-peer-urls", each.peer,
-                "--initial-cluster", everyone, "--initial-cluster-state", "new",
+        initial_cluster = ",".join(f"{member.name}={member.peer}" for member in self.members)
+        for member in self.members:
+            member.arguments = [
+                "--name", member.name, "--data-dir", str(self.folder / member.name),
+                "--listen-client-urls", member.client, "--advertise-client-urls", member.client,
+                "--listen-peer-urls", member.peer, "--initial-advertise-peer-urls", member.peer,
+                "--initial-cluster", initial_cluster, "--initial-cluster-state", "new",
                 "--initial-cluster-token", self.folder.name, "--log-level", "warn", "--logger", "zap",
             ]  # fmt: skip
             if self.timings:
-                each.arguments += [
+                member.arguments += [
                     "--heartbeat-interval",
                     str(HEARTBEAT_MS),
                     "--election-timeout",
                     str(ELECTION_MS),
                 ]
             if self.tls:
-                each.arguments += ["--cert-file", self.tls.cert, "--key-file", self.tls.key]
-                each.arguments += ["--client-cert-auth", "--trusted-ca-file", self.tls.roots]
+                member.arguments += ["--cert-file", self.tls.cert, "--key-file", self.tls.key]
+                member.arguments += ["--client-cert-auth", "--trusted-ca-file", self.tls.roots]
 
     @cached_property
     def _context(self) -> ssl.SSLContext:
@@ -118,11 +123,11 @@ class EtcdCluster:
 
     @property
     def endpoints(self) -> list[str]:
-        return [each.client for each in self.members]
+        return [member.client for member in self.members]
 
     def __enter__(self) -> EtcdCluster:
-        for each in self.members:
-            each.start()
+        for member in self.members:
+            member.start()
         try:
             self.wait_ready()
         except BaseException:  # members that run must end with the test that started them
@@ -131,30 +136,30 @@ class EtcdCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self.members:
-            if each.process is not None:
-                each.kill()
+        for member in self.members:
+            if member.process is not None:
+                member.kill()
 
     def wait_ready(self) -> None:
         """Wait until all members that run answer a linearizable read."""
-        for each in self.members:
-            if each.process is not None:
-                self._wait_member(each)
+        for member in self.members:
+            if member.process is not None:
+                self._wait_member(member)
 
     def leader(self) -> Member:
         """Return the member that reports itself as leader."""
         deadline = time.monotonic() + BOUND_S
         while time.monotonic() < deadline:
-            for each in self.members:
-                status = self.post(each, "/v3/maintenance/status", {}) if each.process else {}
-                mine = status.get("header", {}).get("member_id")
-                if mine is not None and status.get("leader") == mine:
-                    return each
+            for member in self.members:
+                status = self.post(member, "/v3/maintenance/status", {}) if member.process else {}
+                own_id = status.get("header", {}).get("member_id")
+                if own_id is not None and status.get("leader") == own_id:
+                    return member
             time.sleep(0.02)
         raise AssertionError("no member leads")
 
     def post(self, member: Member, path: str, body: dict[str, object], token: str = "") -> dict[str, Any]:
-        """Query one member with another HTTP client than Timeball's. {} if it does not answer."""
+        """Query one member with another HTTP client than Timeball's. Returns {} if it gives no successful answer."""
         try:
             headers = {"authorization": token} if token else {}
             answer = httpx.post(
@@ -165,6 +170,7 @@ class EtcdCluster:
         return dict(answer.json()) if answer.is_success else {}
 
     def _wait_member(self, member: Member) -> None:
+        """Wait until a member answers a linearizable read. Fails with the end of its log."""
         deadline = time.monotonic() + BOUND_S
         while not self.post(member, "/v3/kv/range", {"key": "eA=="}):
             assert member.process is not None and member.process.poll() is None, member.log_end

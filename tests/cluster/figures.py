@@ -36,8 +36,9 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, times_s: list[float]) -> Share:
-        times = sorted(1_000 * each for each in times_s)
-        return cls(times[len(times) // 2], times[int(0.99 * len(times))], times[-1])
+        """Compute the percentiles of these durations in seconds."""
+        times_ms = sorted(1_000 * time_s for time_s in times_s)
+        return cls(times_ms[len(times_ms) // 2], times_ms[int(0.99 * len(times_ms))], times_ms[-1])
 
     def __str__(self) -> str:
         return f"p50 {self.p50:.2f}  p99 {self.p99:.2f}  max {self.highest:.2f} ms"
@@ -60,12 +61,14 @@ async def verbs(endpoints: list[str], count: int) -> dict[str, Share]:
         view, lease = await make_group(coordinator), await coordinator.grant(60_000)
 
         async def swap() -> None:
+            """Change the number of the set."""
             nonlocal view
             assert view.record is not None
             changed = msgspec.structs.replace(view.record, generation=view.record.generation + 1)
             view = (await coordinator.change("g1", view.revision, changed)).view
 
         async def lead() -> None:
+            """Lead the next epoch, and resign."""
             nonlocal view
             swap = await coordinator.lead("g1", view.revision, next_record(view, "a"), lease)
             assert swap.won
@@ -98,7 +101,7 @@ async def takeovers(endpoints: list[str], ttl_ms: int, count: int) -> Share:
         async with world_of(endpoints) as world:
             _, holder, holding = node_of(world, endpoints, "a", ttl_ms)
             _, waiter, waiting = node_of(world, endpoints, "b", ttl_ms)
-            tasks = [asyncio.create_task(each.run()) for each in (holding, waiting)]
+            tasks = [asyncio.create_task(lease.run()) for lease in (holding, waiting)]
             await registered(waiter, 2)
             view = await make_group(holder)
             assert holding.lease is not None
@@ -113,6 +116,8 @@ async def takeovers(endpoints: list[str], ttl_ms: int, count: int) -> Share:
 
 
 async def registered(coordinator: Coordinator, count: int) -> None:
+    """Wait until `count` nodes have registered."""
+
     async def are_there() -> bool:
         return len(await coordinator.nodes()) >= count
 
@@ -136,7 +141,7 @@ async def stand(coordinator: Coordinator, held: HeldLease, view: GroupView) -> f
 async def outage(etcd: EtcdCluster, ttl_ms: int) -> float:
     """Kill etcd's leader, and return the seconds until a swap is made."""
     leader = await asyncio.to_thread(etcd.leader)
-    endpoints = [leader.client, *(each for each in etcd.endpoints if each != leader.client)]
+    endpoints = [leader.client, *(endpoint for endpoint in etcd.endpoints if endpoint != leader.client)]
     async with world_of(endpoints) as world:
         _, coordinator, _ = node_of(world, endpoints, "a", ttl_ms)
         view = await make_group(coordinator)
@@ -150,10 +155,10 @@ async def outage(etcd: EtcdCluster, ttl_ms: int) -> float:
                     break
             except Unavailable:
                 pass
-        taken = time.perf_counter() - began
+        duration_s = time.perf_counter() - began
     leader.start()
     await asyncio.to_thread(etcd.wait_ready)
-    return taken
+    return duration_s
 
 
 async def lapse(etcd: EtcdCluster, ttl_ms: int) -> float:
@@ -163,17 +168,17 @@ async def lapse(etcd: EtcdCluster, ttl_ms: int) -> float:
         _, coordinator, held = node_of(world, etcd.endpoints, "a", ttl_ms)
         running = asyncio.create_task(held.run())
         await registered(coordinator, 1)
-        lapsed, since = 0.0, time.perf_counter()
+        lapsed_s, since = 0.0, time.perf_counter()
         leader.kill()
         killed_ms = world.clock.boot_ms()
         while held.lease is None or held.lease.sent_ms < killed_ms:
             await asyncio.sleep(0.002)
-            since, passed = time.perf_counter(), time.perf_counter() - since
-            lapsed += passed if held.lease is None else 0
+            since, elapsed_s = time.perf_counter(), time.perf_counter() - since
+            lapsed_s += elapsed_s if held.lease is None else 0
         running.cancel()
     leader.start()
     await asyncio.to_thread(etcd.wait_ready)
-    return lapsed
+    return lapsed_s
 
 
 async def idle(endpoints: list[str], ttl_ms: int, seconds: float, *, has_group: bool) -> float:
@@ -184,7 +189,7 @@ async def idle(endpoints: list[str], ttl_ms: int, seconds: float, *, has_group: 
     async with world_of(endpoints) as world:
         store, coordinator, held = node_of(world, endpoints, "a", ttl_ms)
         directory = Directory(coordinator)
-        running = [asyncio.create_task(each.run()) for each in (held, directory)]
+        running = [asyncio.create_task(part.run()) for part in (held, directory)]
         await registered(coordinator, 1)
         if has_group:
             await make_group(coordinator)
@@ -216,7 +221,7 @@ def measure(count: int) -> list[str]:
         lines.append(f"etcd's leader killed, no swap for: {Share.of(outages)}")
         for ttl_ms in (1_000, 2_000):
             lapses = [asyncio.run(lapse(etcd, ttl_ms)) for _ in range(max(1, count // 4))]
-            lapsed = sum(each > 0 for each in lapses)
+            lapsed = sum(lapse_s > 0 for lapse_s in lapses)
             lines.append(
                 f"etcd's leader killed, lease of {ttl_ms} ms lapsed: {lapsed} of {len(lapses)}, {Share.of(lapses)}"
             )

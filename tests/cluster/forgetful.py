@@ -14,12 +14,13 @@ from timeball.model.access import Caller
 from timeball.model.errors import Unavailable
 
 if __name__ == "__main__":
-    adopt, heard = DrainReceiver.adopt, set[int]()
+    adopt, adopted_transfers = DrainReceiver.adopt, set[int]()
 
     async def forget(self: DrainReceiver, question: AdoptHere, caller: Caller) -> None:
+        """Adopt the transfer, but answer its first try with an error."""
         await adopt(self, question, caller)
-        if question.transfer and question.transfer not in heard:
-            heard.add(question.transfer)
+        if question.transfer and question.transfer not in adopted_transfers:
+            adopted_transfers.add(question.transfer)
             raise Unavailable("forgotten")
 
     DrainReceiver.adopt = forget  # type: ignore[method-assign]

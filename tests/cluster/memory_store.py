@@ -78,7 +78,7 @@ class Memory:
 
 
 class MemoryStore:
-    """A Store over a Memory."""
+    """A Store over a Memory. Its methods are those of Store (coordination/store.py)."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -87,28 +87,28 @@ class MemoryStore:
         self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
     ) -> Outcome:
         memory = await self._up()
-        succeeded = all(self._holds(each) for each in when)
-        chosen = then if succeeded else otherwise
-        for each in chosen:
-            if isinstance(each, Put) and each.lease_id and each.lease_id not in memory.leases:
+        succeeded = all(self._holds(comparison) for comparison in when)
+        operations = then if succeeded else otherwise
+        for operation in operations:
+            if isinstance(operation, Put) and operation.lease_id and operation.lease_id not in memory.leases:
                 raise LeaseLost("gone")
         changes: dict[str, KeyValue | None] = {}
-        for each in chosen:
-            if isinstance(each, Put):
-                changes[each.key] = KeyValue(each.key, each.value, 0, each.lease_id)
-            elif isinstance(each, Delete) and each.key in memory.keys:
-                changes[each.key] = None
+        for operation in operations:
+            if isinstance(operation, Put):
+                changes[operation.key] = KeyValue(operation.key, operation.value, 0, operation.lease_id)
+            elif isinstance(operation, Delete) and operation.key in memory.keys:
+                changes[operation.key] = None
         memory.write(changes)
-        reads = [self._found(each) for each in chosen if isinstance(each, Read)]
+        reads = [self._read(operation) for operation in operations if isinstance(operation, Read)]
         self._answer()
         return Outcome(succeeded, memory.revision, reads)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         memory = await self._up()
-        lease_id, granted = next(memory.ids), max(ttl_s, memory.ttl_s_min)
-        memory.leases[lease_id] = Granted(granted, memory.clock.boot_ms() + granted * 1_000)
+        lease_id, granted_s = next(memory.ids), max(ttl_s, memory.ttl_s_min)
+        memory.leases[lease_id] = Granted(granted_s, memory.clock.boot_ms() + granted_s * 1_000)
         self._answer()
-        return lease_id, granted
+        return lease_id, granted_s
 
     async def renew(self, lease_id: int) -> int:
         memory = await self._up()
@@ -141,7 +141,7 @@ class MemoryStore:
 
     async def _up(self) -> Memory:
         """Return the memory, once other tasks have run. Raises Unavailable while it is down."""
-        await asyncio.sleep(0)  # others run between a request and its effect, as over a wire
+        await asyncio.sleep(0)  # other tasks run between a request and its effect, as with a network
         if self.memory.is_down:
             raise Unavailable("down")
         self.memory.expire()
@@ -158,7 +158,7 @@ class MemoryStore:
             return (kv.revision if kv else 0) == comparison.revision
         return (kv.lease_id if kv else 0) == comparison.lease_id
 
-    def _found(self, read: Read) -> list[KeyValue]:
+    def _read(self, read: Read) -> list[KeyValue]:
         keys = [
             key
             for key in self.memory.keys

@@ -50,7 +50,7 @@ class Network:
     def __post_init__(self) -> None:
         self._mark = f"tb{os.getpid() % 100_000}"
         self._subnets = {name: index + 1 for index, name in enumerate([*self.names, HERE])}
-        # Of this process alone, as far as may be: another run on this machine has others.
+        # The addresses depend on the process, so that other runs on this machine rarely use the same ones.
         self._range = f"10.{64 + os.getpid() % 128}"
         self.addresses = {name: f"{self._range}.{index}.2" for name, index in self._subnets.items()}
         self.addresses[ETCD] = f"{self._range}.{self._subnets[HERE]}.3"
@@ -73,11 +73,11 @@ class Network:
         self.cuts.clear()
 
     def make(self) -> None:
-        """Make namespaces, links and routes; skips the test where that is not allowed."""
+        """Make namespaces, links and routes. Skips the test where that is not allowed."""
         hub = self._namespace("hub")
-        made = subprocess.run(["ip", "netns", "add", hub], capture_output=True, text=True, check=False)
-        if made.returncode:
-            pytest.skip(f"no namespaces here: {made.stderr.strip()}")
+        process = subprocess.run(["ip", "netns", "add", hub], capture_output=True, text=True, check=False)
+        if process.returncode:
+            pytest.skip(f"no namespaces here: {process.stderr.strip()}")
         run("ip", "netns", "exec", hub, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
         if self.slow:
             run("ip", "netns", "add", self._namespace("wire"))
@@ -101,7 +101,10 @@ class Network:
             self._copy(self.slow)
 
     def remove(self) -> None:
-        """Remove all of it. The link here is removed by name: the kernel takes its time for those of a namespace."""
+        """Remove all namespaces and links. The link of this process is removed by name.
+
+        The kernel removes the links of a namespace later than the namespace.
+        """
         if self._copier is not None:
             self._copier.terminate()
             self.frames = json.loads(self._copier.communicate()[0])
@@ -112,7 +115,7 @@ class Network:
             )
 
     def _link(self, near: str, far: str) -> None:
-        """Make the link of a machine, `near`, and the router."""
+        """Make the link between a machine (interface `near`) and the router (`far`)."""
         if self.slow is None:
             run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
             return
@@ -140,24 +143,24 @@ class Network:
 
 
 def fill_checksums(interface: str) -> None:
-    """Let the kernel fill the checksums of what an interface sends, as no device does for frames that are copied."""
-    wanted = array("I", [ETHTOOL_STXCSUM, 0])
-    asked = struct.pack("16sP16x", interface.encode(), wanted.buffer_info()[0])
+    """Let the kernel compute the checksums of the frames of an interface. No device does that for copied frames."""
+    request = array("I", [ETHTOOL_STXCSUM, 0])
+    interface_request = struct.pack("16sP16x", interface.encode(), request.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        fcntl.ioctl(control, SIOCETHTOOL, asked)
+        fcntl.ioctl(control, SIOCETHTOOL, interface_request)
 
 
 def run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, f"{' '.join(words)}: {process.stderr}"
 
 
 @contextmanager
 def network(names: str = "abc", slow: Slow | None = None) -> Iterator[Network]:
     """Make a network for the length of a block."""
-    made = Network(names, slow)
+    created = Network(names, slow)
     try:
-        made.make()
-        yield made
+        created.make()
+        yield created
     finally:
-        made.remove()
+        created.remove()

@@ -45,15 +45,15 @@ def pulled_ids(nodes: Iterable[NodeProcess], topic: str, count: int) -> list[str
 
     Returns fewer when the bound of time is over: messages are lost then.
     """
-    found, until_s = list[str | None](), time.monotonic() + BOUND_S
+    ids, until_s = list[str | None](), time.monotonic() + BOUND_S
     with client_of(nodes) as ball:
         while time.monotonic() < until_s:
-            messages = ball.pull(topic, "readers", wait="1s" if len(found) < count else "200ms")
-            if not messages and len(found) >= count:
+            messages = ball.pull(topic, "readers", wait="1s" if len(ids) < count else "200ms")
+            if not messages and len(ids) >= count:
                 break
-            found += [message.id for message in messages]
+            ids += [message.id for message in messages]
             ball.ack(messages)
-    return found
+    return ids
 
 
 @dataclass
@@ -120,7 +120,7 @@ class NodeProcess:
             )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; after SIGKILL and SIGTERM, wait for the end of the process."""
+        """Send a signal. After SIGKILL and SIGTERM, wait for the end of the process."""
         assert self.process is not None
         self.process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
@@ -128,6 +128,7 @@ class NodeProcess:
             self.process = None
 
     def wipe(self) -> None:
+        """Delete the data folder of the node, which must not run."""
         assert self.process is None
         shutil.rmtree(self.data)
 
@@ -136,6 +137,7 @@ class NodeProcess:
         return (self.folder / f"{self.name}.log").read_text()
 
     def events(self) -> list[dict[str, object]]:
+        """Read the events that the node has printed in all its runs."""
         return [json.loads(line) for line in self.text.splitlines() if line.startswith('{"event"')]
 
 
@@ -149,7 +151,7 @@ class Cluster:
     group: str = GROUP
 
     def ask(self, call: str, *args: object) -> object:
-        """Return the result of one method of Coordinator."""
+        """Call one method of Coordinator, and return its result."""
 
         async def connect_and_call() -> object:
             store = EtcdStore(EtcdAccess(self.etcd.endpoints), ttl_ms=20_000)
@@ -170,6 +172,7 @@ class Cluster:
         """Create the group's record of the registered replicas."""
 
         def list_replicas_of_all_nodes() -> list[str]:
+            """List the replicas of all nodes, or none until all have registered."""
             nodes = self.ask("nodes")
             assert isinstance(nodes, dict)
             replicas = [node.replica for name, node in nodes.items() if name in self.nodes]
@@ -183,6 +186,7 @@ class Cluster:
         """Wait until a node reports that it leads in an epoch above this one, and return the node."""
 
         def find_leader() -> NodeProcess | None:
+            """Find the running node whose last reported epoch is that of the record."""
             for node in self.nodes.values():
                 if node.process is None:
                     continue
@@ -208,7 +212,8 @@ class Cluster:
                 return result
             time.sleep(0.02)
         raise AssertionError(
-            f"not seen: {what}\n" + "\n".join(f"{n.name}: {n.text[-1500:]}" for n in self.nodes.values())
+            f"not seen: {what}\n"
+            + "\n".join(f"{node.name}: {node.text[-1500:]}" for node in self.nodes.values())
         )
 
 

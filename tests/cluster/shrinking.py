@@ -13,16 +13,16 @@ def shrink(items: Sequence[T], fails: Callable[[list[T]], bool]) -> list[T]:
 
     `items` must fail.
     """
-    kept, parts = list(items), 2
-    while kept:
-        size = -(-len(kept) // parts)
-        for begin in range(0, len(kept), size):
-            rest = kept[:begin] + kept[begin + size :]
-            if fails(rest):
-                kept, parts = rest, max(parts - 1, 2)
+    part, parts = list(items), 2
+    while part:
+        size = -(-len(part) // parts)
+        for begin in range(0, len(part), size):
+            smaller = part[:begin] + part[begin + size :]
+            if fails(smaller):
+                part, parts = smaller, max(parts - 1, 2)
                 break
         else:
             if size == 1:
                 break
-            parts = min(2 * parts, len(kept))
-    return kept
+            parts = min(2 * parts, len(part))
+    return part

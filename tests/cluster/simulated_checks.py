@@ -63,11 +63,13 @@ class Checks:
     def cut(self, replica: str, removed: list[Entry]) -> None:
         """I5: committed rows are not cut, unless a committed snapshot replaces them and a leader has removed them."""
         for entry in removed:
-            at = entry.frame.seq - 1
+            index = entry.frame.seq - 1
             is_kept = (
-                at >= len(self.committed) or self.committed[at].chain != entry.chain or at < self.removed
+                index >= len(self.committed)
+                or self.committed[index].chain != entry.chain
+                or index < self.removed
             )
-            check(is_kept, f"I5: {replica} cuts the committed row {at + 1}")
+            check(is_kept, f"I5: {replica} cuts the committed row {index + 1}")
 
     def commit(self, disk: Disk, to: Position, epoch: int, sets: list[tuple[str, ...]]) -> list[Entry]:
         """I4, I5, I8: rows on the disks of a majority, of the own epoch, are the same for all. Return the new ones."""
@@ -76,9 +78,9 @@ class Checks:
         for replicas in sets:
             on = self._synced_by[last.chain].intersection(replicas)
             check(len(on) >= majority(replicas), f"I4: row {to.seq - 1} is on {on} of {replicas}")
-        new = self._agree(disk, to.seq - 1, may_add=True)
-        self._committed_in += [epoch] * len(new)
-        return new
+        new_entries = self._agree(disk, to.seq - 1, may_add=True)
+        self._committed_in += [epoch] * len(new_entries)
+        return new_entries
 
     def begin_after(self, replica: str, seq: int) -> list[Entry]:
         """I5: a log may begin only after removed rows. Return these."""
@@ -91,17 +93,19 @@ class Checks:
     def apply(self, replica: str, disk: Disk, seq: int) -> None:
         """I5: a follower applies committed rows, and no others."""
         check(seq - 1 <= len(self.committed), f"I5: {replica} applies row {seq - 1}, which is not committed")
-        at = self._checked[replica]
-        self._checked[replica] = max(at, seq - 1)
-        for own, known in zip(disk.entries[at : seq - 1], self.committed[at : seq - 1], strict=True):
+        checked_rows = self._checked[replica]
+        self._checked[replica] = max(checked_rows, seq - 1)
+        for own, known in zip(
+            disk.entries[checked_rows : seq - 1], self.committed[checked_rows : seq - 1], strict=True
+        ):
             check(own.chain == known.chain, f"I5: {replica} applies another row {own.frame.seq}")
 
     def serve(self, replica: str, disk: Disk, epoch: int) -> None:
         """I1, I6, I7: one replica in this epoch, with all committed rows, and its EPOCH row among them."""
         check(self.leaders.setdefault(epoch, replica) == replica, f"I1: two lead in {epoch}")
-        # One that was overtaken before it served knows what was committed in lower epochs, and may serve that.
-        known = [at for at, committed_in in enumerate(self._committed_in, 1) if committed_in <= epoch]
-        self._agree(disk, known[-1] if known else 0, may_add=False)
+        # A leader that was replaced before it served has the rows committed in lower epochs, and may serve them.
+        known_seqs = [seq for seq, committed_in in enumerate(self._committed_in, 1) if committed_in <= epoch]
+        self._agree(disk, known_seqs[-1] if known_seqs else 0, may_add=False)
         of_epoch = [entry.frame for entry in self.committed if entry.frame.epoch == epoch]
         check(bool(of_epoch) and of_epoch[0].kind == "E", f"I7: {replica} serves before its EPOCH row")
 
@@ -115,13 +119,13 @@ class Checks:
         for known, own in zip(self.committed, own_rows, strict=False):
             check(known.chain == own.chain, f"I6: another row {own.frame.seq} than the committed one")
         check(may_add or len(own_rows) >= count, "I6: committed rows are missing at a new leader")
-        new = own_rows[len(self.committed) :]
-        for entry in new:
+        new_entries = own_rows[len(self.committed) :]
+        for entry in new_entries:
             if entry.frame.kind == "R":
                 check(entry.frame.number not in self.released, f"I8: promise {entry.frame.number} twice")
                 self.released.add(entry.frame.number)
-        self.committed += new
-        return new
+        self.committed += new_entries
+        return new_entries
 
     def end(self, disks: list[Disk]) -> None:
         """Check that all logs are equal, that each acknowledged row is there once, and each promise released once."""

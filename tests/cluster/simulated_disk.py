@@ -99,7 +99,7 @@ class Disk:
         """Remove the segments that end before a row. Return whether there were any."""
         before = self.removed
         for ordinal in sorted(self.headers)[:-1]:
-            last = max((e.frame.seq for e in self.entries if e.ordinal == ordinal), default=seq)
+            last = max((entry.frame.seq for entry in self.entries if entry.ordinal == ordinal), default=seq)
             if last >= seq:
                 break
             del self.headers[ordinal]
@@ -117,7 +117,7 @@ class Disk:
         cut_entries = self.entries[count:]
         del self.entries[count:]
         self.removed = self.removed if count else 0
-        self.headers = {o: header for o, header in self.headers.items() if o <= at.ordinal}
+        self.headers = {ordinal: header for ordinal, header in self.headers.items() if ordinal <= at.ordinal}
         self.synced = len(self.entries)
         return cut_entries
 
@@ -131,7 +131,7 @@ class Disk:
         for index in range(self.synced, len(self.entries)):
             if any(random.random() >= share for _ in range(2)):
                 self.damaged.add(index)
-        # What is missing up to the end of the log is no hole.
+        # Missing entries at the end of the log are no hole.
         while self.entries and len(self.entries) - 1 in self.damaged:
             self.damaged.discard(len(self.entries) - 1)
             self.entries.pop()
@@ -147,7 +147,7 @@ class Disk:
         return bool(candidates)
 
     def _is_proved(self, hole: int) -> bool:
-        """Return whether the log shows that the entry was synced, so that a hole there is damage and no torn batch."""
+        """Check whether the log shows that the entry was synced, so that a hole there is damage and no torn batch."""
         entry = self.entries[hole]
         if entry.ordinal != max(self.headers):
             return True
@@ -177,5 +177,5 @@ class Disk:
             return Log()
         ordinal = max(self.headers)
         is_inside = len(self.entries) > self.removed and self.entries[-1].ordinal == ordinal
-        place = self.entries[-1].end.end if is_inside else fmt.ALIGN
-        return Log(ends, ordinal, place, len(self.entries) + 1)
+        next_byte = self.entries[-1].end.end if is_inside else fmt.ALIGN
+        return Log(ends, ordinal, next_byte, len(self.entries) + 1)

@@ -47,7 +47,7 @@ HAND_OVER_S = 2.0
 
 
 class Killed(BaseException):
-    """The process has ended; raised in its thread at the next look at its sockets."""
+    """The process has ended. Raised in the replica's thread at its next poll."""
 
 
 class MachineLoop(asyncio.SelectorEventLoop):
@@ -61,17 +61,18 @@ class MachineLoop(asyncio.SelectorEventLoop):
         return self._machine_clock.boot_ms() / 1_000
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> Any:
+        """Run a call at once, except those for the replica's thread."""
         if isinstance(executor, Disk):
             return super().run_in_executor(executor, func, *args)
         future = self.create_future()
         try:
             future.set_result(func(*args))
-        except BaseException as error:  # of any kind: the caller is told
+        except BaseException as error:  # of any kind: the caller receives it
             future.set_exception(error)
         return future
 
     def turn(self) -> None:
-        """Run what is ready or due, once."""
+        """Run one iteration: the calls that are ready or due."""
         self.call_soon(self.stop)
         self.run_forever()
 
@@ -108,7 +109,7 @@ class Baton:
 
 
 class SimulatedConnections:
-    """transport/connections.py over the simulated wire; each message is encoded and decoded on its way."""
+    """Connections (transport/connections.py) over the simulated wire. Each message is encoded and decoded."""
 
     listener: Listener
 
@@ -129,6 +130,7 @@ class SimulatedConnections:
         self._machine.baton.end()
 
     def send(self, node: str, message: Message, *, answers: bool | None = None) -> None:
+        """See Connections."""
         is_answer = message.TYPE >= ANSWERS_FROM if answers is None else answers
         (received,) = Receiver().receive(b"".join(bytes(part) for part in encode(message)))
         self._wire.send(self._machine.name, node, received, is_answer=is_answer)
@@ -148,12 +150,13 @@ class SimulatedConnections:
             if self._machine.others[node].is_up and self._wire.open(name, node):
                 self.listener.opened(node)
         for _ in range(self._machine.deliveries()):
-            waiting = [each for each in self._wire.waiting() if each[0][0 if each[1] else 1] == name]
+            waiting = [(pair, back) for pair, back in self._wire.waiting() if pair[0 if back else 1] == name]
             if not waiting:
                 return
             self._receive(*self._random.choice(waiting))
 
     def _receive(self, pair: tuple[str, str], back: bool) -> None:
+        """Take the next message of a direction, and pass it or the end of the connection to the listener."""
         message, sender = self._wire.take(pair, back=back), pair[1] if back else pair[0]
         if message is None:
             self.listener.closed(sender, opened_here=back)
@@ -167,7 +170,7 @@ class SimulatedConnections:
 
 
 class MachineStore(MemoryStore):
-    """The store as one machine reaches it, or not."""
+    """The store of one machine, which may be cut off from it."""
 
     def __init__(self, memory: Memory, machine: Machine) -> None:
         super().__init__(memory)
@@ -198,7 +201,7 @@ class Hooks(Member):
 
 
 class Machine:
-    """One machine; `files` is its disk and `others` are all machines by name."""
+    """One machine. `files` is its disk, `others` are all machines by name."""
 
     def __init__(self, name: str, memory: Memory, wire: Wire, random: Random, segment_bytes: int) -> None:
         self.name, self.memory, self.wire, self.random = name, memory, wire, random
@@ -208,8 +211,8 @@ class Machine:
         self.ended: BaseException | None = None
         self.epochs: list[int] = []  # in which it served
         self.node: Node | None = None
-        self.letting_go: Node | None = None  # whose retention is at work
-        self.unheard: list[str] = []
+        self.retaining_node: Node | None = None  # the node whose retention runs now
+        self.unexpected_errors: list[str] = []
         self.settings = Settings(
             data=Path("in-memory"),
             queues_per_topic=2,
@@ -223,10 +226,10 @@ class Machine:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the process; it may meet the end of the power."""
+        """Start the process. The power may be cut meanwhile."""
         assert not self.is_up
         self.baton, self.loop = Baton(), MachineLoop(self.clock)
-        self.loop.set_exception_handler(self._hear)
+        self.loop.set_exception_handler(self._record_unexpected)
         self.is_up, self.is_paused, self.ended, self.node = True, False, None, None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.thread: ReplicaThread | None = None
@@ -237,6 +240,7 @@ class Machine:
         self.baton.wait()
 
     async def _start(self) -> None:
+        """Build the parts of a replica as replicated_node.py does, and start them."""
         self.log = ReplicaLog(self.files, self.name, GROUP, self.settings.segment_bytes)
         self.is_blank = False
         self.caches = FollowerCaches(self.files, self.log, self.settings)
@@ -275,9 +279,9 @@ class Machine:
         self.loop.turn()
 
     def die(self) -> None:
-        """End the process. The caller decides what the disk keeps."""
+        """End the process. The caller decides which bytes stay on the disk."""
         self.is_up, self.node = False, None
-        cut, self.files.cut = self.files.cut, True  # nothing of it continues
+        cut, self.files.cut = self.files.cut, True  # so that no part of it continues
         if not self.files.trace:
             self.files.trace.append(("kill", self.name))
         if self.thread is not None:
@@ -328,6 +332,7 @@ class Machine:
         self.ended = self.ended or error
 
     async def _serve(self, epoch: int) -> None:
+        """Build the broker on the replica's log, as replicated_node.py does."""
         assert self.thread is not None
         opened = await asyncio.wrap_future(self.thread.submit(self.log.opened))
         hot = self.caches.finish(opened.segments.next_seq)
@@ -344,6 +349,7 @@ class Machine:
         self.node = node
 
     async def _give_way(self, broker: Node, node: str) -> None:
+        """Stop the broker, hand over, and end the process."""
         assert self.thread is not None
         self.node = None
         await broker.finish()
@@ -355,22 +361,24 @@ class Machine:
         self.end(PeerError(f"handed over to {node}"))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in a task. An error of it ends the process."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ran)
+        task.add_done_callback(self._end_after_error)
 
-    def _ran(self, task: asyncio.Task[None]) -> None:
+    def _end_after_error(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.end(error)
 
-    def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _record_unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Record an error that nothing has handled, unless it comes from the simulated faults."""
         error = context.get("exception")
         is_over = self.files.cut or loop.is_closed()  # messages for an ended process do not count
         if not is_over and not isinstance(error, (TimeballError, PowerCut)):
-            self.unheard.append(f"{context.get('message')}: {error!r}")
+            self.unexpected_errors.append(f"{context.get('message')}: {error!r}")
 
-    # -- what the simulation asks ------------------------------------------------------------------------------------
+    # -- for the simulation ------------------------------------------------------------------------------------------
 
     @property
     def role(self) -> Role:
@@ -383,7 +391,9 @@ class Machine:
         return self.log.identity.replica
 
     def content(self) -> dict[str, bytes]:
-        """Return the segments as they are on the disk, spares left out."""
+        """Read the segments on the disk by name, without trailing zeros and without spares."""
         names = [name for name in self.files.list_dir("log") if name.endswith(".log")]
-        found = {name: bytes(self.files.map_readonly(f"log/{name}")).rstrip(b"\0") for name in names}
-        return {name: content for name, content in found.items() if content}
+        content_by_name = {
+            name: bytes(self.files.map_readonly(f"log/{name}")).rstrip(b"\0") for name in names
+        }
+        return {name: content for name, content in content_by_name.items() if content}

@@ -11,7 +11,7 @@ Pair = tuple[str, str]  # who opened the connection, and to whom
 
 
 class Connection:
-    """One connection; a None in a direction is its end."""
+    """One connection. None in a direction is its end."""
 
     def __init__(self) -> None:
         self.out: deque[Message | None] = deque()  # from who opened it
@@ -65,17 +65,17 @@ class Wire:
             self._forget(pair)
 
     def waiting(self) -> list[tuple[Pair, bool]]:
-        """Return the directions in which something could arrive: the connection, and whether it goes back."""
-        found = []
+        """List the directions in which a message can arrive: the connection, and True for its answers."""
+        directions = []
         for pair, connection in self.connections.items():
             if connection.out and pair not in self.blocked:
-                found.append((pair, False))
+                directions.append((pair, False))
             if connection.back and pair[::-1] not in self.blocked:
-                found.append((pair, True))
-        return found
+                directions.append((pair, True))
+        return directions
 
     def take(self, pair: Pair, *, back: bool) -> Message | None:
-        """Return what arrives next; None is the end of the connection."""
+        """Take the next message of a direction. None is the end of the connection."""
         connection = self.connections[pair]
         message = (connection.back if back else connection.out).popleft()
         if message is None:

@@ -79,9 +79,9 @@ class Node:
     is_paused: bool = False
     is_dialing: bool = False
     life: int = 0
-    effects_left: int = -1  # until a crash; below zero: none is meant
+    effects_left: int = -1  # until a crash; below zero: no crash is planned
     unreleased: list[int] = field(default_factory=list)
-    answers: list[on.Proposed] = field(default_factory=list)  # came while it was paused
+    answers: list[on.Proposed] = field(default_factory=list)  # arrived while it was paused
     is_etcd_restored: bool = False  # since it leads: it reads and swaps nothing
 
     @property
@@ -167,14 +167,14 @@ class Simulation:
         if node.state is None:
             return
         try:
-            node.state, wanted = step(node.state, event)
+            node.state, effects = step(node.state, event)
         except PeerError as error:
-            raise Fault(f"{node.name} refuses what it was sent: {error}") from error
+            raise Fault(f"{node.name} refuses a message: {error}") from error
         except AssertionError as error:
             raise Fault(f"{node.name}: {error}") from error
         if self.trace is not None:
-            self.trace.append(f"{node.name} {event} {wanted}")
-        for effect in wanted:
+            self.trace.append(f"{node.name} {event} {effects}")
+        for effect in effects:
             if node.effects_left >= 0:
                 if node.effects_left == 0:
                     self.kill(node, power=self.random.random() < 0.6)
@@ -194,9 +194,9 @@ class Simulation:
                     self.checks.send(node.replica, message)
                 self.wire.send(node.name, to, message, is_answer=is_answer)
             case do.Write(ordinal, position, frames):
-                cut = [self.frames[frames[i : i + FRAME_BYTES]] for i in range(0, len(frames), FRAME_BYTES)]
-                disk.write(ordinal, position, cut)
-                self.checks.write(disk, len(cut))
+                raw_frames = [frames[at : at + FRAME_BYTES] for at in range(0, len(frames), FRAME_BYTES)]
+                disk.write(ordinal, position, [self.frames[raw] for raw in raw_frames])
+                self.checks.write(disk, len(raw_frames))
             case do.Sync() if self.fault != "no_sync":
                 self.checks.sync(node.replica, disk.entries[disk.synced :])
                 disk.synced = len(disk.entries)
@@ -250,12 +250,12 @@ class Simulation:
                 self.kill(node, power=False)
 
     def commit(self, node: Node, position: Any) -> None:
-        """Answer the senders of what is committed now."""
+        """Check a Commit effect, record its rows as acknowledged, and remove old segments."""
         assert node.state and node.state.lead
         lead = node.state.lead
         sets = [replicas for replicas in (lead.replicas, lead.joining, lead.former) if replicas]
-        new = self.checks.commit(node.disk, position, lead.epoch, sets)
-        self.checks.acknowledged += [(entry.frame.kind, entry.frame.number) for entry in new]
+        new_entries = self.checks.commit(node.disk, position, lead.epoch, sets)
+        self.checks.acknowledged += [(entry.frame.kind, entry.frame.number) for entry in new_entries]
         self.remove_old_segments(node, node.disk.entries[: position.seq - 1])
 
     def remove_old_segments(self, node: Node, committed: list[Entry]) -> None:
@@ -327,7 +327,7 @@ class Simulation:
             raw += frame.raw
         self.give(node, on.Appended(ordinal, position, seq + len(rows), raw, self.now_ms, begin))
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------
 
     def boot(self, node: Node) -> None:
         """Start a process."""
@@ -347,7 +347,7 @@ class Simulation:
             node.effects_left, node.unreleased, node.answers = -1, [], []
 
     def kill(self, node: Node, *, power: bool) -> None:
-        """End a process, and with the power what was not synced."""
+        """End a process. With `power`, the disk may also lose the bytes that were not synced."""
         node.state, node.is_dialing = None, False
         self.wire.die(node.name, self.random)
         if power:
@@ -355,14 +355,18 @@ class Simulation:
 
     def running(self, *roles: Role) -> Node | None:
         """Return any node that runs, in one of these roles if any are given."""
-        found = [
-            n for n in self.nodes.values() if n.runs and (not roles or (n.state and n.state.role in roles))
+        candidates = [
+            node
+            for node in self.nodes.values()
+            if node.runs and (not roles or (node.state and node.state.role in roles))
         ]
-        return self.random.choice(found) if found else None
+        return self.random.choice(candidates) if candidates else None
 
     def deliver(self) -> None:
         """Let one message arrive, or several on one connection."""
-        waiting = [each for each in self.wire.waiting() if self.nodes[each[0][0 if each[1] else 1]].runs]
+        waiting = [
+            (pair, back) for pair, back in self.wire.waiting() if self.nodes[pair[0 if back else 1]].runs
+        ]
         if not waiting:
             return
         pair, back = self.random.choice(waiting)
@@ -484,12 +488,12 @@ class Simulation:
             self.kill(node, power=self.random.random() < 0.6)
 
     def pause(self) -> None:
-        """Stop a process for a while, without its notice."""
+        """Suspend a process, until `resume`."""
         if node := self.running():
             node.is_paused = True
 
     def resume(self) -> None:
-        """Continue a stopped process."""
+        """Let suspended processes continue, half of them or all, and give them the answers that arrived."""
         for node in self.nodes.values():
             if node.is_paused and (self.healing or self.random.random() < 0.5):
                 node.is_paused = False
@@ -544,16 +548,16 @@ class Simulation:
             self.boot(node)
 
     def may_lose(self, node: Node) -> bool:
-        """Return whether each counting set would lack at most one replica: three copies bear no more."""
+        """Check that without this node each counting set lacks at most one replica. A set of three bears no more."""
         records = [self.etcd.now.record, self.etcd.last, *(swap.proposal.record for swap in self.swaps)]
         sets = [replicas for record in records for replicas in (record.replicas, record.former)]
         for other in self.nodes.values():
             if other.state and other.state.lead:
                 sets += [other.state.lead.joining, other.state.lead.wanted, other.state.lead.former]
-        there = {
+        intact = {
             other.replica for other in self.nodes.values() if other is not node and not other.disk.damaged
         }
-        return all(len(set(replicas) - there) <= 1 for replicas in sets)
+        return all(len(set(replicas) - intact) <= 1 for replicas in sets)
 
     def change(self) -> None:
         """Ask a leader for another set: with one replica more, less, or replaced."""
@@ -561,7 +565,8 @@ class Simulation:
         if node is None or node.state is None or node.state.lead is None:
             return
         inside = list(node.state.lead.replicas)
-        outside = [n.replica for n in self.nodes.values() if n.name not in {r.split("/")[0] for r in inside}]
+        names = {replica.split("/")[0] for replica in inside}
+        outside = [other.replica for other in self.nodes.values() if other.name not in names]
         if outside and self.random.random() < 0.7:
             inside.append(outside[0])
         others = [replica for replica in inside if replica != node.replica]
@@ -570,14 +575,14 @@ class Simulation:
         self.give(node, on.ReplicasWanted(tuple(inside)))
 
     def hand_over(self) -> None:
-        """Ask a leader to step down."""
+        """Ask a leader to hand over to another node."""
         if node := self.running(Role.LEADER):
             self.give(node, on.HandOver(self.random.choice(NODES)))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Repair all, and run until there is one leader with all logs equal to its own."""
+        """Repair all, and run until there is one leader with all logs equal to its own. Raises Fault."""
         self.healing = True
         self.wire.blocked.clear()
         for node in self.nodes.values():
@@ -589,7 +594,8 @@ class Simulation:
                 self.checks.end([node.disk for node in self.nodes.values()])
                 return
         states = {
-            n.name: (n.replica, n.state and n.state.role, len(n.disk.entries)) for n in self.nodes.values()
+            node.name: (node.replica, node.state and node.state.role, len(node.disk.entries))
+            for node in self.nodes.values()
         }
         raise Fault(f"no convergence: {states}, {self.etcd.now}")
 
@@ -599,12 +605,12 @@ class Simulation:
         while self.swaps:
             self.swap()
         promised = max(node.disk.promised for node in self.nodes.values())
-        known, record = (
+        known_generation, record = (
             max(node.disk.members.generation for node in self.nodes.values()),
             self.etcd.now.record,
         )
-        if renews and (promised > record.epoch or known > record.generation):
-            self.etcd.renew(promised, max(known, record.generation) + 1)  # an operator does
+        if renews and (promised > record.epoch or known_generation > record.generation):
+            self.etcd.renew(promised, max(known_generation, record.generation) + 1)  # as an operator does
         holder = self.etcd.now.holder
         if holder and (self.nodes[holder].state is None or not self.nodes[holder].is_dialing):
             self.etcd.hold(None)
@@ -630,8 +636,8 @@ class Simulation:
         self.release()
 
     def has_converged(self) -> bool:
-        """Return whether one leads, nothing is in progress, and all disks have its log."""
-        leaders = [n for n in self.nodes.values() if n.state and n.state.role is Role.LEADER]
+        """Check that one leads, nothing is in progress, and all disks have its log."""
+        leaders = [node for node in self.nodes.values() if node.state and node.state.role is Role.LEADER]
         if len(leaders) != 1 or leaders[0].unreleased or self.swaps:
             return False
         state = leaders[0].state
@@ -639,8 +645,8 @@ class Simulation:
         if state.lead.joining or state.lead.former or state.lead.committed != state.log.end:
             return False
         length = len(leaders[0].disk.entries)
-        there = {node.replica for node in self.nodes.values()}
-        return set(state.lead.replicas) <= there and all(
+        all_replicas = {node.replica for node in self.nodes.values()}
+        return set(state.lead.replicas) <= all_replicas and all(
             len(node.disk.entries) == length and (node.disk.synced == length or self.fault == "no_sync")
             for node in self.nodes.values()
         )  # fmt: skip
@@ -679,10 +685,10 @@ def run(
     simulation = Simulation(seed, fault, restores=restores, trace=trace)
     try:
         simulation.run(steps)
-    except Fault as found:
+    except Fault as violation:
         options = f"{' --restores' if restores else ''}{f' --fault {fault}' if fault else ''}"
         command = f"python -m tests.cluster.simulation --seed {seed} --steps {steps}{options} --shrink"
-        found.add_note(f"the smallest list of disturbances: {command}")
+        violation.add_note(f"the smallest list of disturbances: {command}")
         raise
     return simulation
 
@@ -695,12 +701,12 @@ def shrunk(seed: int, steps: int, fault: str = "", *, restores: bool = False) ->
         simulation = Simulation(seed, fault, restores=restores)
         try:
             simulation.run(steps, without)
-        except Fault as found:
-            return str(found).partition(":")[0], simulation.disturbances
+        except Fault as violation:
+            return str(violation).partition(":")[0], simulation.disturbances
         return "", simulation.disturbances
 
     invariant, disturbances = run_without(())
-    return shrink(disturbances, lambda kept: run_without(set(disturbances).difference(kept))[0] == invariant)
+    return shrink(disturbances, lambda part: run_without(set(disturbances).difference(part))[0] == invariant)
 
 
 def restored_to_old_set(seed: int, fault: str = "") -> None:
@@ -747,23 +753,25 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="print the smallest list of disturbances")
     parser.add_argument("--trace", action="store_true", help="print all events and effects")
     options = parser.parse_args()
-    found = epochs = rows = 0
+    faulty_seeds = epochs = rows = 0
     for seed in range(options.seed, options.seed + options.seeds):
         trace: list[str] | None = [] if options.trace else None
         try:
             simulation = run(seed, options.steps, options.fault, restores=options.restores, trace=trace)
             epochs, rows = epochs + simulation.epochs, rows + len(simulation.checks.acknowledged)
         except Fault as fault:
-            found += 1
-            if found <= 10:
+            faulty_seeds += 1
+            if faulty_seeds <= 10:
                 print(f"seed {seed}: {fault}")
                 if options.shrink:
                     smallest = shrunk(seed, options.steps, options.fault, restores=options.restores)
                     print("".join(f"  step {number}: {name}\n" for number, name in smallest), end="")
         for line in trace or ():
             print(line)
-    print(f"{options.seeds} seeds, {epochs} epochs led, {rows} rows acknowledged, {found} seeds with a fault")
-    return 1 if found else 0
+    print(
+        f"{options.seeds} seeds, {epochs} epochs led, {rows} rows acknowledged, {faulty_seeds} seeds with a fault"
+    )
+    return 1 if faulty_seeds else 0
 
 
 if __name__ == "__main__":

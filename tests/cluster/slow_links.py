@@ -39,7 +39,7 @@ class SlowLinks:
     def __init__(self, hold_s: float, loss: float, seed: int) -> None:
         self._hold_s, self._loss, self._chance = hold_s, loss, random.Random(seed)
         self._selector = selectors.DefaultSelector()
-        # One hold for all: the first to come is the first to go.
+        # All delays are equal, so the frames leave in the order in which they came.
         self._held: deque[tuple[float, socket.socket, bytes]] = deque()
         self.counts = Counts()
 
@@ -67,6 +67,7 @@ class SlowLinks:
                 self._send(target, frame)
 
     def _hold(self, target: socket.socket, frame: bytes) -> None:
+        """Lose the frame by chance, or send it after the delay."""
         if self._chance.random() < self._loss:
             self.counts.lost += 1
         else:
@@ -74,23 +75,26 @@ class SlowLinks:
             self._held.append((time.monotonic() + self._hold_s, target, frame))
 
     def _read(self, source: socket.socket) -> list[bytes]:
+        """Read the frames that have arrived at an interface, at most FRAMES_AT_ONCE."""
         frames = []
         for _ in range(FRAMES_AT_ONCE):
             try:
                 frame, address = source.recvfrom(FRAME_BYTES)
             except BlockingIOError:
                 break
-            if address[2] != socket.PACKET_OUTGOING:  # what the kernel itself has sent there
+            if address[2] != socket.PACKET_OUTGOING:  # not the frames that the kernel sends on this interface
                 frames.append(frame)
         return frames
 
     def _send(self, target: socket.socket, frame: bytes) -> None:
+        """Send a frame. It is lost if the buffer is full."""
         try:
             target.send(frame)
         except BlockingIOError:  # its buffer is full, as a router's may be
             self.counts.lost += 1
 
     def _open(self, name: str) -> socket.socket:
+        """Open a socket for all frames of an interface."""
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
         end.bind((name, 0))
         end.setblocking(False)
@@ -98,6 +102,7 @@ class SlowLinks:
 
 
 def main(hold_ms: str, loss: str, seed: str, *pairs: str) -> None:
+    """Copy frames between these interfaces until SIGTERM, then print the numbers of delayed and lost frames."""
     links = SlowLinks(int(hold_ms) / 1_000, float(loss), int(seed))
     for pair in pairs:
         links.add(*pair.split("="))

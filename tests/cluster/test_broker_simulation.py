@@ -28,7 +28,7 @@ def test_many_seeds_break_nothing() -> None:
         epochs, deaths = epochs + len(simulation.epochs), deaths + simulation.deaths
         acknowledged += len(simulation.acknowledged)
     assert epochs > 2 * SEEDS and deaths > 2 * SEEDS and acknowledged > 20 * SEEDS, (
-        "the faults left it no time"
+        "the faults left too little time for progress"
     )
 
 
@@ -38,9 +38,9 @@ def test_a_broken_group_is_noticed(fault: str) -> None:
     for seed in range(CONTROL_SEEDS):
         try:
             run(seed, fault=fault)
-        except Fault as found:
-            # Messages that are lost or moved. A run that does not end is no proof.
-            if "no convergence" not in str(found):
+        except Fault as violation:
+            # A violation must be lost or changed messages. A run without convergence proves nothing.
+            if "no convergence" not in str(violation):
                 return
     pytest.fail(f"{fault} was not found in {CONTROL_SEEDS} seeds")
 

@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group(
 
 TOPIC, GROUP = "clocks", "readers"
 ROWS, FIRST_MS, SPREAD_MS = 400, 6_000, 4_000
-ROUNDING_MS = 2  # an instant of one clock, read by another
+ROUNDING_MS = 2  # of times of two clocks in whole milliseconds
 CLOCK = SystemClock()
 
 
 class Reader:
-    """Notes when each message came, by this machine's clock."""
+    """Browses a topic, and records how early each message arrived by this machine's clock."""
 
     def __init__(self, nodes: Sequence[NodeProcess]) -> None:
         self.early_ms: dict[str, int] = {}
@@ -35,6 +35,7 @@ class Reader:
         self._thread.start()
 
     def _run(self) -> None:
+        """Browse until the end, and record each message."""
         with client_of(self._nodes) as ball:
             while not self._ended.is_set():
                 batch = ball.browse_batch(TOPIC, GROUP, max_messages=1_024, wait="0.2s")
@@ -48,9 +49,10 @@ class Reader:
                     ball.commit(TOPIC, GROUP)
 
     def wait(self, count: int) -> None:
+        """Wait until this number of messages has arrived."""
         until_s = time.monotonic() + BOUND_S
         while len(self.early_ms) < count:
-            assert time.monotonic() < until_s, f"{len(self.early_ms)} of {count} came"
+            assert time.monotonic() < until_s, f"{len(self.early_ms)} of {count} arrived"
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -87,9 +89,9 @@ def test_messages_are_early_by_at_most_the_error_of_the_new_leader_s_clock(
                     {"topic": TOPIC, "body": "x", "message_id": f"m{n}", "due_ms": first_ms + n * SPREAD_MS // ROWS}
                     for n in range(ROWS)
                 )  # fmt: skip
-            where = ("--cluster", CLUSTER, "--etcd", ",".join(cluster.etcd.endpoints))
-            asked = run_here("cluster", "hand-over", *where, "--to", "b")
-            assert asked.returncode == 0, asked.stderr
+            options = ("--cluster", CLUSTER, "--etcd", ",".join(cluster.etcd.endpoints))
+            command = run_here("cluster", "hand-over", *options, "--to", "b")
+            assert command.returncode == 0, command.stderr
             reader.wait(ROWS)
         finally:
             reader.end()

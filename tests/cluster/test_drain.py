@@ -47,6 +47,7 @@ def two_groups(folder: Path, module: str = "timeball") -> Iterator[Groups]:
 
 
 def node_of(groups: Groups, name: str) -> NodeProcess:
+    """Return the only node of a group."""
     (node,) = groups[name].nodes.values()
     return node
 
@@ -56,6 +57,7 @@ def client(groups: Groups, name: str) -> Timeball:
 
 
 def knows_both(groups: Groups, name: str) -> bool:
+    """Check whether a group can ask the other one: otherwise a cancel has no definite verdict."""
     try:
         with client(groups, name) as ball:
             return ball.cancel("nothing").verdict == "not_found"
@@ -68,12 +70,13 @@ def send(groups: Groups, count: int, body: str) -> list[str]:
     ids = [f"m{number:05d}" for number in range(count)]
     with client(groups, "g2") as ball:
         ball.create_topic("orders", 2)
-        rows = [{"body": body, "unique_key": each, "after": "3600s"} for each in ids]
+        rows = [{"body": body, "unique_key": message_id, "after": "3600s"} for message_id in ids]
         ball.send_many(rows, topic="orders", batch_rows=100)
     return ids
 
 
 def start_drain(groups: Groups) -> subprocess.Popen[str]:
+    """Start `timeball cluster drain` from g2 to g1."""
     endpoint = ",".join(node_of(groups, name).endpoint.removeprefix("grpc://") for name in ("g1", "g2"))
     command = [sys.executable, "-m", "timeball", "cluster", "drain", "--group", "g2", "--to", "g1", "--json"]
     return subprocess.Popen(
@@ -83,6 +86,7 @@ def start_drain(groups: Groups) -> subprocess.Popen[str]:
 
 
 def end_drain(drain: subprocess.Popen[str]) -> dict[str, object]:
+    """Wait until the command succeeds. Returns the document that it prints."""
     output, errors = drain.communicate(timeout=2 * BOUND_S)
     assert drain.returncode == 0, errors
     return dict(json.loads(output))
@@ -103,9 +107,9 @@ def cancel(groups: Groups, name: str, ids: list[str]) -> dict[str, str]:
         verdicts = {answer.subject: set[str]() for answer in answers}
         for answer in answers:
             verdicts[answer.subject].add(answer.verdict)
-        assert not any("not_found" in words or "handed" in words for words in verdicts.values()), verdicts
+        assert not any("not_found" in names or "handed" in names for names in verdicts.values()), verdicts
         definite |= {
-            subject: words.pop() for subject, words in verdicts.items() if "unavailable" not in words
+            subject: names.pop() for subject, names in verdicts.items() if "unavailable" not in names
         }
     return definite
 
@@ -118,13 +122,13 @@ def released(groups: Groups, ids: list[str]) -> Counter[str]:
     for name in groups:
         with client(groups, name) as ball:
             groups[name].wait("nothing waits", lambda ball=ball: not ball.status()["waiting_messages"])
-    found = Counter[str]()
+    counts = Counter[str]()
     for name in groups:
         with Endpoint(f"{node_of(groups, name).endpoint}#{name}") as group:
-            for queue, kept in group.queues("orders").items():
-                for rows in group.read_queue("orders", queue, *kept):
-                    found.update(rows.column("unique_key").to_pylist())
-    return found
+            for queue, offsets in group.queues("orders").items():
+                for rows in group.read_queue("orders", queue, *offsets):
+                    counts.update(rows.column("unique_key").to_pylist())
+    return counts
 
 
 def test_each_message_is_released_once_although_both_groups_are_killed_during_a_drain(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_each_message_is_released_once_although_both_groups_are_killed_during_a_
         cancelled = cancel(groups, "g1", ids[:5])
         drain = start_drain(groups)
         for kill in range(2 * KILLS):
-            # A look at the progress takes about as long as a transfer, so the kills hit any part of it.
+            # Reading the progress takes about as long as a transfer, so the kills hit any part of a transfer.
             victim = node_of(groups, ("g2", "g1")[kill % 2])
             moved = wait_moved(groups, kill * MESSAGES // (2 * KILLS + 1))
             victim.kill()
@@ -142,8 +146,8 @@ def test_each_message_is_released_once_although_both_groups_are_killed_during_a_
                 cancelled |= cancel(
                     groups, ("g1", "g2")[kill % 2], ids[-20 * (kill + 1) : len(ids) - 20 * kill]
                 )
-        told = end_drain(drain)
-        assert (told["is_done"], told["moving"], told["waiting"], told["problem"]) == (True, 0, 0, "")
+        result = end_drain(drain)
+        assert (result["is_done"], result["moving"], result["waiting"], result["problem"]) == (True, 0, 0, "")
         with client(groups, "g1") as ball:
             cancelled |= cancel(groups, "g2", ids[10:15])
             assert ball.get(ids[20]).state == "waiting"
@@ -156,19 +160,19 @@ def test_each_message_is_released_once_although_both_groups_are_killed_during_a_
 
 def wait_moved(groups: Groups, rows: int) -> int:
     """Wait until the receiver has at least `rows` messages. Returns how many it has."""
-    found = 0
+    moved = 0
 
     def has_moved() -> bool:
-        nonlocal found
+        nonlocal moved
         try:
             with client(groups, "g2") as ball:
-                found = MESSAGES - int(ball.status()["waiting_messages"])  # type: ignore[call-overload]
+                moved = MESSAGES - int(ball.status()["waiting_messages"])  # type: ignore[call-overload]
         except TimeballError:
             return False
-        return found >= rows
+        return moved >= rows
 
     groups["g2"].wait(f"{rows} have moved", has_moved)
-    return found
+    return moved
 
 
 def test_a_drain_target_that_adopts_messages_twice_is_noticed(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ class Election:
     wins: list[tuple[int, str]] = field(default_factory=list)
     unknown: int = 0
 
-    def coordinator(self, node: str, turned: int = 0) -> Coordinator:
-        endpoints = self.endpoints[turned:] + self.endpoints[:turned]
+    def coordinator(self, node: str, first: int = 0) -> Coordinator:
+        endpoints = self.endpoints[first:] + self.endpoints[:first]
         return Coordinator(
             EtcdStore(EtcdAccess(endpoints), ttl_ms=TTL_MS), SystemClock(), cluster="faults", node=node
         )
@@ -77,10 +77,11 @@ class Election:
         return len(self.wins) >= goal
 
     def check(self, last_epoch: int) -> None:
+        """Check the wins against the epoch of the last record."""
         epochs = [epoch for epoch, _ in self.wins]
         assert len(set(epochs)) == len(epochs), "two leaders of one epoch"
-        assert max(epochs) <= last_epoch, "an acknowledged swap is gone"
-        # Epochs in no list were won by nodes that got no answer.
+        assert max(epochs) <= last_epoch, "an acknowledged swap is lost"
+        # The other epochs were won by nodes that got no answer.
         assert last_epoch - RECORD.epoch - len(epochs) <= self.unknown
 
 
@@ -128,7 +129,7 @@ async def kill_leader(etcd: EtcdCluster, election: Election, choice: random.Rand
 async def kill_other(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
     leader = await asyncio.to_thread(etcd.leader)
     await kill_and_restart(
-        etcd, election, choice.choice([each for each in etcd.members if each is not leader])
+        etcd, election, choice.choice([member for member in etcd.members if member is not leader])
     )
 
 
@@ -146,7 +147,7 @@ async def stop_leader(etcd: EtcdCluster, election: Election, choice: random.Rand
 async def stop_other(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
     leader = await asyncio.to_thread(etcd.leader)
     await stop_and_continue(
-        etcd, election, choice.choice([each for each in etcd.members if each is not leader])
+        etcd, election, choice.choice([member for member in etcd.members if member is not leader])
     )
 
 
@@ -160,12 +161,12 @@ async def stop_and_continue(etcd: EtcdCluster, election: Election, member: Membe
 
 
 async def restart_all(etcd: EtcdCluster, election: Election, choice: random.Random) -> None:
-    for each in etcd.members:
-        each.kill()
+    for member in etcd.members:
+        member.kill()
     before = election.unknown
     await wait_until(lambda: has_more_unknown(election, before))  # the nodes get no answer, and try again
-    for each in etcd.members:
-        each.start()
+    for member in etcd.members:
+        member.start()
     await asyncio.to_thread(etcd.wait_ready)
 
 
@@ -174,10 +175,10 @@ async def has_more_unknown(election: Election, before: int) -> bool:
 
 
 def test_the_check_of_elections_sees_a_fault() -> None:
-    """The control: two leaders of an epoch, a swap that is gone, epochs that nobody can have won."""
-    for wins, last in ([(4, "a"), (4, "b")], 4), ([(4, "a"), (5, "a")], 4), ([(4, "a")], 6):
+    """The control: two leaders of an epoch, a lost swap, epochs that no node can have won."""
+    for wins, last_epoch in ([(4, "a"), (4, "b")], 4), ([(4, "a"), (5, "a")], 4), ([(4, "a")], 6):
         with pytest.raises(AssertionError):
-            Election([], wins=list(wins)).check(last)
+            Election([], wins=list(wins)).check(last_epoch)
 
 
 def test_a_lease_is_renewed_after_the_death_of_a_member(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_etcd_is_reached_only_with_the_right_certificate_and_user(tmp_path: Path
 
     async def scenario() -> None:
         good = coordinator("timeball", "right")
-        await make_group(good)  # before users are asked for: no token is needed
+        await make_group(good)  # before etcd requires a user, so no token is needed
         admin = enable_users(etcd)
         for _ in range(2):
             lease = await good.grant(60_000)
@@ -236,12 +237,12 @@ def test_etcd_is_reached_only_with_the_right_certificate_and_user(tmp_path: Path
             await good.revoke(lease)
             waiting = asyncio.create_task(good.wait_for_change(view.as_of + 1_000, 0.5))
             await waiting
-            # Its tokens are of this process: the members know none after a start.
+            # A token belongs to the process of a member, so the restarted members know none.
             for member in etcd.members:
                 member.kill()
                 member.start()
             await wait_until(lambda: answers(good))
-        # A change of users makes tokens old.
+        # A change of users invalidates the tokens.
         assert etcd.post(etcd.members[0], "/v3/auth/user/add", {"name": "x", "password": "y"}, admin()) != {}
         assert (await good.read("g1")).record is not None
         await good.close()
@@ -271,7 +272,7 @@ async def answers(coordinator: Coordinator) -> bool:
 
 
 def enable_users(etcd: EtcdCluster) -> Callable[[], str]:
-    """Do as docs/etcd.md says; return a function that gives a token of root's."""
+    """Enable users as docs/etcd.md says. Returns a function that requests a token for root."""
     member = etcd.members[0]
     keys = {"permType": "READWRITE", "key": "dGIvYy8=", "range_end": "dGIvYzA="}  # tb/c/ to tb/c0
     for path, body in [

@@ -27,17 +27,20 @@ TOPIC = "restored"
 
 
 def stop(etcd: EtcdCluster) -> None:
+    """Kill all members."""
     for member in etcd.members:
         member.kill()
 
 
 def start(etcd: EtcdCluster) -> None:
+    """Start all members, and wait until they answer."""
     for member in etcd.members:
         member.start()
     etcd.wait_ready()
 
 
 def copy(etcd: EtcdCluster, suffix: str) -> None:
+    """Copy the data of the members, which must not run, to folders with this suffix."""
     for member in etcd.members:
         shutil.copytree(etcd.folder / member.name, etcd.folder / f"{member.name}{suffix}")
 
@@ -51,6 +54,7 @@ def restore(etcd: EtcdCluster, suffix: str) -> None:
 
 
 def command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of `timeball cluster`."""
     return subprocess.run(
         [sys.executable, "-m", "timeball", "cluster", *arguments, "--cluster", CLUSTER,
          "--etcd", ",".join(cluster.etcd.endpoints)],
@@ -59,10 +63,11 @@ def command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def promises(cluster: Cluster) -> set[int]:
+    """Collect the promised epochs of all nodes. Empty until all nodes have reported."""
     reports = cluster.ask("reports")
     assert isinstance(reports, dict) and len(reports) <= len(cluster.nodes)
-    found = [report.promised for report in reports.values()]
-    return set(found) if len(found) == len(cluster.nodes) else set()
+    epochs = [report.promised for report in reports.values()]
+    return set(epochs) if len(epochs) == len(cluster.nodes) else set()
 
 
 @pytest.mark.slow
@@ -102,10 +107,10 @@ def test_one_command_renews_the_group_s_record(tmp_path: Path, suffix: str, rest
         if restarts:
             for node in nodes:
                 node.start()
-        said = f"timeball cluster init --group {GROUP} --nodes a,b,c' {'renews' if suffix else 'makes'} it"
-        cluster.wait("the status names the command", lambda: said in command(cluster, "status").stdout)
-        done = command(cluster, "init", "--group", GROUP, "--nodes", "a,b,c")
-        assert done.returncode == 0, done.stderr
+        advice = f"timeball cluster init --group {GROUP} --nodes a,b,c' {'renews' if suffix else 'makes'} it"
+        cluster.wait("the status names the command", lambda: advice in command(cluster, "status").stdout)
+        process = command(cluster, "init", "--group", GROUP, "--nodes", "a,b,c")
+        assert process.returncode == 0, process.stderr
         cluster.leader(epoch)
         assert sorted(pulled_ids(nodes, TOPIC, len(sent))) == sorted(sent)
 
@@ -128,8 +133,8 @@ def test_a_copy_of_before_a_change_of_the_set_elects_nobody(tmp_path: Path) -> N
         leader = cluster.view().leader
         removed = next(name for name in "abc" if name != leader)
         for words in (("add-replica", "d"), ("remove-replica", removed)):
-            done = command(cluster, *words, "--group", GROUP)
-            assert done.returncode == 0, done.stderr
+            process = command(cluster, *words, "--group", GROUP)
+            assert process.returncode == 0, process.stderr
         record, nodes = cluster.view().record, [*cluster.nodes.values()]
         assert record is not None and not record.former
         with client_of(nodes) as ball:
@@ -142,9 +147,9 @@ def test_a_copy_of_before_a_change_of_the_set_elects_nobody(tmp_path: Path) -> N
         for node in nodes:
             node.start()
         last = ",".join(map(node_of, record.replicas))
-        said = f"timeball cluster init --group {GROUP} --nodes {last}' renews it"
-        cluster.wait("the status names the last set", lambda: said in command(cluster, "status").stdout)
-        done = command(cluster, "init", "--group", GROUP, "--nodes", last)
-        assert done.returncode == 0, done.stderr
+        advice = f"timeball cluster init --group {GROUP} --nodes {last}' renews it"
+        cluster.wait("the status names the last set", lambda: advice in command(cluster, "status").stdout)
+        process = command(cluster, "init", "--group", GROUP, "--nodes", last)
+        assert process.returncode == 0, process.stderr
         cluster.leader(record.epoch)
         assert sorted(pulled_ids(nodes, TOPIC, len(sent))) == sorted(sent)

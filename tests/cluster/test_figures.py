@@ -22,4 +22,4 @@ def test_all_figures_of_etcd_are_measured() -> None:
 
 
 def test_a_share_has_the_percentiles_of_its_values() -> None:
-    assert figures.Share.of([0.001 * each for each in range(100)]) == pytest.approx((50, 99, 99))
+    assert figures.Share.of([0.001 * number for number in range(100)]) == pytest.approx((50, 99, 99))

@@ -33,6 +33,7 @@ def released(node: NodeProcess) -> Counter[bytes]:
 
 
 def bodies_of(ball: Timeball, topic: str) -> list[bytes]:
+    """Read the bodies of all messages in the queues of a topic."""
     bodies: list[bytes] = []
     for queue_id, offsets in ball.queues(topic).items():
         if offsets.max > offsets.min:
@@ -114,12 +115,12 @@ def test_an_attach_without_a_majority_fails_and_a_later_one_loses_nothing(cluste
     leader = cluster.leader()
     followers = [node for node in cluster.nodes.values() if node is not leader]
     sent = send(leader, 500, "8s")
-    send(leader, 1, "1h")  # to compact, should the takeover last longer than 8 s
+    send(leader, 1, "1h")  # so that there is a message to compact, even if the takeover takes longer than 8 s
     for node in followers:
         node.kill()
     with pytest.raises(TimeballError):
         compact(leader)
-    # The leader hears no majority, so its process ends and starts again. Rows that it has not attached are in the log.
+    # No majority answers the leader, so its process restarts. The rows that were not attached are in the log.
     cluster.wait("the leader's process starts again", lambda: leader.text.count('"event":"ready"') == 2)
     for node in followers:
         node.start()

@@ -44,7 +44,7 @@ class Replica:
     def __init__(self, name: str, files: Files, memory: Memory, *, acks_all: bool, quorum_ms: int) -> None:
         self.name, self.files, self._memory = name, files, memory
         self._acks_all, self._quorum_ms = acks_all, quorum_ms
-        (self.port,) = free_ports(1)  # outside of the range from which other tests are given ports meanwhile
+        (self.port,) = free_ports(1)  # not a port of another test that runs meanwhile
         self.is_up = False
         self.epochs: list[int] = []  # in which it served
         self.applied = 0
@@ -55,6 +55,7 @@ class Replica:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Open the log and start the threads and the member, as a process would."""
         assert not self.is_up
         self.is_up, self.ended, self.writer, self.applied, self.stepped_down = True, [], None, 0, ""
         self.log = ReplicaLog(self.files, self.name, GROUP, SEGMENT_BYTES)
@@ -120,6 +121,7 @@ class Replica:
         self.ended.append(error)
 
     async def _serve(self, epoch: int) -> None:
+        """Open a writer on the replica's log, in place of a broker."""
         opened = await asyncio.wrap_future(self.thread.submit(self.log.opened))
         self.segments = opened.segments
         self.writer = LogWriter(
@@ -139,6 +141,7 @@ class Replica:
         return self.log.identity.replica
 
     def append(self, first: int, rows: int = 3) -> asyncio.Future[int]:
+        """Append messages, of which the first has this number. Returns the future of the commit."""
         assert self.writer is not None
         return self.writer.append(batch(first, rows))[1]
 
@@ -171,14 +174,16 @@ class Trio:
             leaders = [
                 replica for replica in self.replicas.values() if replica.is_up and replica.role is Role.LEADER
             ]
-            return next((each for each in leaders if each.epochs and each.epochs[-1] > above), None)
+            return next(
+                (replica for replica in leaders if replica.epochs and replica.epochs[-1] > above), None
+            )
 
         leader = await self.wait_until(leader_or_none, f"a leader above epoch {above}")
         assert leader is not None
         return leader
 
-    def others(self, one: Replica) -> list[Replica]:
-        return [replica for replica in self.replicas.values() if replica is not one]
+    def others(self, excluded: Replica) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if replica is not excluded]
 
     async def wait_for_record(self) -> None:
         """Wait until the record names the replicas that run."""
@@ -205,7 +210,11 @@ class Trio:
         """Wait until the condition, which other threads make true, is true. Returns its value."""
         deadline_ms = CLOCK.boot_ms() + BOUND_S * 1_000
         while not (value := condition()):
-            roles = {name: (each.role, each.ended) for name, each in self.replicas.items() if each.is_up}
+            roles = {
+                name: (replica.role, replica.ended)
+                for name, replica in self.replicas.items()
+                if replica.is_up
+            }
             assert CLOCK.boot_ms() < deadline_ms, f"not true in time: {description} {roles}"
             await asyncio.sleep(0.005)
         return value
@@ -215,6 +224,7 @@ class Trio:
 async def running_trio(
     folder: Path, *, acks_all: bool = False, quorum_ms: int = 60_000, files: dict[str, Files] | None = None
 ) -> AsyncIterator[Trio]:
+    """Run three replicas for the length of the block. `files`: their disks, by default folders below `folder`."""
     memory = Memory(CLOCK)
     replicas = [
         Replica(name, disk, memory, acks_all=acks_all, quorum_ms=quorum_ms)

@@ -52,16 +52,18 @@ class Written:
     def commit(self, log: ReplicaLog, frames: int, rows: int = 1) -> None:
         """Write a commit of `frames` frames. The leader's own disk has only the rows before it."""
         seq = max(self.end.seq, 1)
-        size_bytes = sum(len(_frame(seq + n * rows, rows, self.epoch, fmt.ALIGN, 0)) for n in range(frames))
+        size_bytes = sum(
+            len(_frame(seq + number * rows, rows, self.epoch, fmt.ALIGN, 0)) for number in range(frames)
+        )
         begin, ordinal, position = log.place_commit(size_bytes, seq, NOW_MS, self.epoch)
         if begin is not None:
             self.sync(log)
             log.begin_segment(begin)
             self.headers[ordinal] = begin.header
         synced_to, raws = position, []
-        for n in range(frames):
-            raw = _frame(seq + n * rows, rows, self.epoch, position, synced_to)
-            end = Position(ordinal, position + len(raw), seq + (n + 1) * rows)
+        for number in range(frames):
+            raw = _frame(seq + number * rows, rows, self.epoch, position, synced_to)
+            end = Position(ordinal, position + len(raw), seq + (number + 1) * rows)
             self.entries.append(WrittenFrame(ordinal, position, raw, self.epoch, end))
             raws.append(raw)
             position = end.end
@@ -70,6 +72,7 @@ class Written:
             self.sync(log)
 
     def sync(self, log: ReplicaLog) -> None:
+        """Sync the log, unless all frames are synced."""
         if self.synced < len(self.entries):
             log.sync()
             self.synced = len(self.entries)
@@ -85,6 +88,7 @@ class Written:
 
 
 def _frame(seq: int, rows: int, epoch: int, position: int, synced_to: int) -> bytes:
+    """Encode a frame of `rows` messages."""
     _, parts = fmt.encode_frame(
         batch(seq, rows), first_seq=seq, span=rows, append_ms=NOW_MS, epoch=epoch, position=position,
         synced_to=synced_to,
@@ -98,7 +102,7 @@ def frames_in(log: ReplicaLog) -> list[tuple[int, int, bytes]]:
     while (piece := log.read(begin, end, 9)) is not None:
         offset = 0
         while offset < len(piece.frames):
-            length = fmt.FRAME.unpack_from(piece.frames, offset)[3]
+            length = fmt.FRAME.unpack_from(piece.frames, offset)[3]  # the length of the frame
             frames.append((piece.ordinal, piece.position + offset, piece.frames[offset : offset + length]))
             offset += length
         begin = piece.end

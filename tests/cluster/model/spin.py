@@ -88,10 +88,10 @@ STEP_BOUNDS = {
 
 def need_spin() -> str:
     """Return Spin's command. Skips the test where it or a C compiler is missing."""
-    found = shutil.which("spin")
-    if found is None or shutil.which("cc") is None:
+    spin = shutil.which("spin")
+    if spin is None or shutil.which("cc") is None:
         pytest.skip("Spin or a C compiler is not installed (Debian: spin gcc libc6-dev)")
-    return found
+    return spin
 
 
 def search(
@@ -116,13 +116,13 @@ def search(
 
 def run(folder: Path, *command: str) -> str:
     """Run a command in a folder, and return its output."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def read(text: str) -> Found:
-    """Read what the compiled search prints."""
+    """Parse the output of a compiled search."""
     error = re.search(r"pan:\d+: (.+)", text)
     states = re.search(r"([\d.e+]+) states, stored", text)
     seconds = re.search(r"elapsed time ([\d.e+]+) seconds", text)
@@ -142,14 +142,14 @@ def main() -> int:
     )
     parser.add_argument("--memory-mb", type=int, default=MEMORY_MB)
     options = parser.parse_args()
-    wanted = [Bounds(*map(int, options.bounds.split(",")))] if options.bounds else [*LARGE]
+    all_bounds = [Bounds(*map(int, options.bounds.split(",")))] if options.bounds else [*LARGE]
     is_good = True
-    for bounds in wanted:
-        found = search(bounds, memory_mb=options.memory_mb)
-        is_good &= found.is_exhaustive and not found.error
-        result = found.error or ("no fault" if found.is_exhaustive else "not exhaustive")
+    for bounds in all_bounds:
+        outcome = search(bounds, memory_mb=options.memory_mb)
+        is_good &= outcome.is_exhaustive and not outcome.error
+        result = outcome.error or ("no fault" if outcome.is_exhaustive else "not exhaustive")
         print(
-            f"| {bounds} | {found.states:,} | {found.seconds:.0f} s, {found.memory_mb:,} MB | {result} |",
+            f"| {bounds} | {outcome.states:,} | {outcome.seconds:.0f} s, {outcome.memory_mb:,} MB | {result} |",
             flush=True,
         )
     return 0 if is_good else 1
