@@ -55,8 +55,8 @@ def test_caches_applied_in_steps_have_all_pending_messages(folder: Path, steps: 
         assert caches.applied_seq <= max(seq, 1)
     applying = caches.finish(end)
     assert caches.applied_seq == end and applying.tables.topics.find_topic("orders") is not None
-    found = applying.finish(Catalog(files), NOW_MS)
-    assert found.waiting_rows == len(found.waiting) == 20
+    recovered = applying.finish(Catalog(files), NOW_MS)
+    assert recovered.waiting_rows == len(recovered.waiting) == 20
     log.close()
 
 
@@ -72,6 +72,7 @@ class Shortened:
         self.log.begin_segment(Begin(1, 7, 1 << 20, self.seq, header))
 
     def append(self, rows: pa.RecordBatch, flags: int = 0) -> None:
+        """Write a frame of these rows at the end of the log."""
         frame, parts = fmt.encode_frame(
             rows, first_seq=self.seq, span=rows.num_rows, append_ms=NOW_MS, epoch=1, position=self._position,
             synced_to=self._position, flags=flags,
@@ -80,17 +81,20 @@ class Shortened:
         self.seq, self._position = frame.next_seq, frame.end
 
     def append_state(self, count: int) -> None:
+        """Append so many state records of a broker's epoch."""
         self.append(
             meta_rows([(EPOCH_KEY, msgspec.json.encode(EpochFacts(1, "a/1", NOW_MS)))] * count, NOW_MS)
         )
 
     def snapshot(self, log_from_seq: int, *paths: str) -> None:
+        """Append a snapshot with these files, which needs the rows from `log_from_seq` on."""
         facts = Facts(
             seq=self.seq, watermark=self.seq, log_from_seq=log_from_seq, files=list(map(entry, paths))
         )
         self.append(snapshot_row(encode(Checkpoint(facts, NONE, NONE)), NOW_MS), fmt.SNAPSHOT)
 
     def attach(self, path: str, *removes: str) -> None:
+        """Append the attachment of a file, which removes others."""
         change = Attachment(
             job="rewrite", job_id="j", epoch=self.seq, files=[entry(path)], removes=list(removes)
         )
@@ -98,6 +102,7 @@ class Shortened:
 
 
 def entry(path: str) -> FileEntry:
+    """Return the entry of a data file with one row."""
     return FileEntry(
         path=path, bucket="2026-11-24", rows=1, size_bytes=1, min_due_ms=1, max_due_ms=1, min_seq=1, max_seq=1
     )
@@ -114,9 +119,9 @@ def test_a_learner_without_the_first_rows_applies_nothing_before_a_snapshot_that
     with pytest.raises(Corrupt, match=r"0000000006\.log is missing"):
         learner.caches.finish(learner.seq)
     learner.append_state(2)
-    begins_at = learner.seq
+    snapshot_seq = learner.seq
     learner.snapshot(50, "one", "two")
-    learner.caches.apply(begins_at)  # not committed yet
+    learner.caches.apply(snapshot_seq)  # not committed yet
     assert learner.caches.applied_seq == 0
     learner.caches.apply(learner.seq)
     assert learner.caches.files.log_from_seq == 50

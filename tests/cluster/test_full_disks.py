@@ -67,6 +67,7 @@ def test_a_follower_with_a_full_disk_acknowledges_nothing_until_it_has_space(tmp
         await trio.wait_for_equal_logs()
 
     def lead_peers(leader: object) -> dict[str, object]:
+        """Return the other replicas that a leader hears."""
         lead = leader.thread.state.lead  # type: ignore[attr-defined]
         return lead.peers if lead else {}
 
@@ -78,6 +79,7 @@ def test_a_follower_with_a_full_disk_acknowledges_nothing_until_it_has_space(tmp
 
 
 def problem_of(cluster: Cluster, node: NodeProcess) -> str:
+    """Return the problem that a node reports, or ""."""
     reports = cluster.ask("reports")
     assert isinstance(reports, dict)
     report = reports.get(node.name)

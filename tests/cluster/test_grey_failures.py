@@ -36,6 +36,7 @@ class KeyedSends:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Send from a thread for the length of a block."""
         ended = threading.Event()
         thread = threading.Thread(target=self._send, args=(ended,))
         thread.start()
@@ -46,6 +47,7 @@ class KeyedSends:
             thread.join()
 
     def _send(self, ended: threading.Event) -> None:
+        """Send one message after the other until `ended` is set."""
         with client_of(self.nodes) as ball:
             while not ended.wait(EVERY_MS / 1_000):
                 key = f"m{len(self.answered_ms)}"
@@ -63,6 +65,7 @@ class KeyedSends:
 
 
 def report_of(cluster: Cluster, node: NodeProcess) -> ReplicaFigures | None:
+    """Return the last report of a node, or None."""
     reports = cluster.ask("reports")
     assert isinstance(reports, dict)
     report = reports.get(node.name)
@@ -71,24 +74,25 @@ def report_of(cluster: Cluster, node: NodeProcess) -> ReplicaFigures | None:
 
 
 def has_role(cluster: Cluster, node: NodeProcess, role: str) -> bool:
+    """Check whether a node reports this role."""
     report = report_of(cluster, node)
     return report is not None and report.role == role
 
 
 def received(nodes: Sequence[NodeProcess], count: int) -> Counter[str]:
-    """Return how often each message came."""
-    seen: Counter[str] = Counter()
+    """Consume until all messages have come and no more do. Return how often each came."""
+    counts: Counter[str] = Counter()
     until_ms = CLOCK.wall_ms() + BOUND_S * 1_000
     with client_of(nodes) as ball:
         while CLOCK.wall_ms() < until_ms:
             batch = ball.browse_batch(
-                TOPIC, GROUP, max_messages=4_096, wait="1s" if seen.total() < count else "200ms"
+                TOPIC, GROUP, max_messages=4_096, wait="1s" if counts.total() < count else "200ms"
             )
-            if batch.num_rows == 0 and seen.total() >= count:
+            if batch.num_rows == 0 and counts.total() >= count:
                 break
-            seen.update(batch.column("unique_key").to_pylist())
+            counts.update(batch.column("unique_key").to_pylist())
             ball.commit(TOPIC, GROUP)
-    return seen
+    return counts
 
 
 @pytest.mark.slow
@@ -171,7 +175,7 @@ def test_keyed_sends_go_to_another_node_when_a_leader_s_disk_fails(tmp_path: Pat
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
 def test_a_leader_continues_without_etcd_and_holds_the_group_again_afterwards(tmp_path: Path) -> None:
-    """The leader goes on without etcd, and creates the holder's key again, which has ended with its lease."""
+    """The leader continues without etcd, and creates the holder's key again, which has ended with its lease."""
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s"}) as cluster:
         leader, epoch = cluster.leader(), cluster.epoch()
@@ -182,7 +186,7 @@ def test_a_leader_continues_without_etcd_and_holds_the_group_again_afterwards(tm
             for member in cluster.etcd.members:
                 member.stop()
             stopped_ms = CLOCK.wall_ms()
-            cluster.wait("the lease has been over for long", lambda: CLOCK.wall_ms() - stopped_ms > AWAY_MS)
+            cluster.wait("the lease ended long ago", lambda: CLOCK.wall_ms() - stopped_ms > AWAY_MS)
             status = command(
                 cluster, "status", "--endpoint", f"http://{leader.host}:{leader.ports['http-port']}"
             )

@@ -42,13 +42,14 @@ secret_key = "other secret"
 HOUR_MS = 3_600_000
 
 
-class Asking:
+class AskingNode:
     """A node of group g0, and the leader of g1 that it asks."""
 
     def __init__(self, calls: GroupCalls, directory: Directory, node: Node, within_s: float) -> None:
         self.calls, self.directory, self.node, self._within_s = calls, directory, node, within_s
 
     async def send(self, topic: str, key: str) -> None:
+        """Schedule a message at the asked leader."""
         due_ms = SystemClock().wall_ms() + HOUR_MS
         row = {
             "topic": [topic],
@@ -59,6 +60,7 @@ class Asking:
         await self.node.broker.send(pa.record_batch(row))
 
     async def cancel(self, key: str, caller: Caller = ANONYMOUS) -> list[str] | None:
+        """Cancel by a key at the other group. Returns the verdicts, or None if it does not answer."""
         answer = await self.calls.ask("g1", CancelHere(ids=[key]), caller, self._within_s)
         return None if answer is None else [verdict.verdict for verdict in answer.verdicts]
 
@@ -70,8 +72,8 @@ async def asking(
     group: str = "g1",
     tls: ssl.SSLContext | None = None,
     **settings: Any,
-) -> AsyncIterator[Asking]:
-    """Start a leader; `group`: that it leads, whatever the directory says."""
+) -> AsyncIterator[AskingNode]:
+    """Start the leader of `group`, and yield a node that asks it. The directory always names it as the leader of g1."""
     async with world_of(None) as world:
         ports = dict.fromkeys(("port", "http_port"), 0) | dict.fromkeys(
             ("name_server_port", "remoting_port", "grpc_port"), -1
@@ -88,7 +90,7 @@ async def asking(
             await led(coordinator, "a")
             await directory.read()
             directory.views["g0"] = directory.views["g1"]  # the own group, of which nothing is asked
-            yield Asking(calls, directory, node, within_s)
+            yield AskingNode(calls, directory, node, within_s)
         finally:
             await calls.close()
             await node.stop()
@@ -106,10 +108,10 @@ def test_the_leader_of_another_group_finds_and_cancels(tmp_path: Path) -> None:
             assert place.state == "waiting" and place.content is not None and place.content.body == b"x"
             assert await asking_node.cancel("k") == ["cancelled"]
             assert await asking_node.cancel("k") == ["already_cancelled"]
-            many = await asking_node.calls.ask(
+            answer = await asking_node.calls.ask(
                 "g1", CancelHere(ids=[f"{n:0250}" for n in range(10_000)]), ANONYMOUS
             )
-            assert many is not None and len(many.verdicts) == 10_000
+            assert answer is not None and len(answer.verdicts) == 10_000
 
     asyncio.run(run())
 
@@ -119,10 +121,11 @@ def test_the_other_group_checks_the_caller_s_account_and_permissions(tmp_path: P
         file = tmp_path / "access.toml"
         file.write_text(ACCOUNTS)
         file.chmod(0o600)
-        here = Access(parse(ACCOUNTS.replace("other secret", "another secret").encode(), "here"))
+        own_access = Access(parse(ACCOUNTS.replace("other secret", "another secret").encode(), "here"))
 
         def caller(name: str, secret: str) -> Caller:
-            return here.authenticate({"authorization": f"Bearer {name}:{secret}"}, 0)
+            """Return a caller that this node has authenticated."""
+            return own_access.authenticate({"authorization": f"Bearer {name}:{secret}"}, 0)
 
         async with asking(tmp_path, access_file=str(file)) as asking_node:
             await asking_node.send("orders", "k")
@@ -141,11 +144,11 @@ def test_the_other_group_checks_the_caller_s_account_and_permissions(tmp_path: P
 def test_a_leader_under_tls_is_asked_only_with_a_certificate_of_the_authority(tmp_path: Path) -> None:
     async def run() -> None:
         ours, theirs = (certificate(tmp_path / name) for name in ("ours", "theirs"))
-        for roots, words in ((ours.roots, ["not_found"]), (theirs.roots, None)):
-            tls, within_s = load_client_tls(roots, "", ""), 30.0 if words else SHORT_S
+        for roots, verdicts in ((ours.roots, ["not_found"]), (theirs.roots, None)):
+            tls, within_s = load_client_tls(roots, "", ""), 30.0 if verdicts else SHORT_S
             data = tmp_path / f"data-{within_s}"
             async with asking(data, within_s, tls=tls, **ours.settings) as asking_node:
-                assert await asking_node.cancel("k") == words
+                assert await asking_node.cancel("k") == verdicts
 
     asyncio.run(run())
 
@@ -172,10 +175,10 @@ def test_a_question_waits_for_a_leader(tmp_path: Path) -> None:
         async with asking(tmp_path) as asking_node:
             nodes = dict(asking_node.directory.nodes)
             asking_node.directory.nodes.clear()
-            asked = asyncio.create_task(asking_node.cancel("k"))
+            question = asyncio.create_task(asking_node.cancel("k"))
             await asyncio.sleep(0)
             asking_node.directory.nodes |= nodes
-            assert await asked == ["not_found"]
+            assert await question == ["not_found"]
 
     asyncio.run(run())
 
@@ -183,20 +186,20 @@ def test_a_question_waits_for_a_leader(tmp_path: Path) -> None:
 def test_a_question_to_a_hanging_node_is_repeated_at_the_next_leader(tmp_path: Path) -> None:
     async def run() -> None:
         async with asking(tmp_path) as asking_node:
-            served, seen = asking_node.directory.nodes["a"], asyncio.Event()
+            leader, is_connected = asking_node.directory.nodes["a"], asyncio.Event()
 
             async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                seen.set()
+                is_connected.set()
                 await reader.read()
                 writer.close()
 
             hung = await asyncio.start_server(hang, "127.0.0.1", 0)
             port = hung.sockets[0].getsockname()[1]
             asking_node.directory.nodes["a"] = ClusterNode("a", {"http": f"127.0.0.1:{port}"})
-            asked = asyncio.create_task(asking_node.cancel("k"))
-            await seen.wait()
-            asking_node.directory.nodes["a"] = served
-            assert await asked == ["not_found"]
+            question = asyncio.create_task(asking_node.cancel("k"))
+            await is_connected.wait()
+            asking_node.directory.nodes["a"] = leader
+            assert await question == ["not_found"]
             hung.close()
 
     asyncio.run(run())
@@ -205,11 +208,11 @@ def test_a_question_to_a_hanging_node_is_repeated_at_the_next_leader(tmp_path: P
 def test_a_question_is_repeated_after_a_broken_connection(tmp_path: Path) -> None:
     async def run() -> None:
         async with asking(tmp_path) as asking_node:
-            served = asking_node.directory.nodes["a"]
+            leader = asking_node.directory.nodes["a"]
 
             async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 await reader.readuntil(b"\r\n\r\n")
-                asking_node.directory.nodes["a"] = served
+                asking_node.directory.nodes["a"] = leader
                 writer.close()
 
             breaking = await asyncio.start_server(break_off, "127.0.0.1", 0)

@@ -36,16 +36,18 @@ class SteadyLoad:
     failures: list[Exception] = field(default_factory=list)
     answered_after_ms: list[int] = field(
         default_factory=list
-    )  # from the planned begin of a send to its answer
+    )  # from the planned start of a send to its answer
     ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> list[threading.Thread]:
+        """Start a thread per sender. They run until `ended` is set."""
         threads = [threading.Thread(target=self._send, args=(sender,)) for sender in range(SENDERS)]
         for thread in threads:
             thread.start()
         return threads
 
     def _send(self, sender: int) -> None:
+        """Send batches with the keys of one sender, each at its planned time."""
         begin_ms, number = CLOCK.wall_ms(), 0
         with client_of(self.nodes) as ball:
             while not self.ended.wait(max(0, begin_ms + number * EVERY_MS - CLOCK.wall_ms()) / 1_000):
@@ -96,7 +98,7 @@ def test_no_call_fails_during_a_hand_over(tmp_path: Path) -> None:
         load.ended.set()
         for thread in threads:
             thread.join()
-        seen, late_ms = _received(nodes, len(load.accepted))
+        counts, late_ms = _received(nodes, len(load.accepted))
     answered_ms = np.array(load.answered_after_ms)
     print(
         f"{len(load.accepted)} accepted, {len(load.failures)} calls failed, lateness p99 "
@@ -104,7 +106,7 @@ def test_no_call_fails_during_a_hand_over(tmp_path: Path) -> None:
         f"{np.percentile(answered_ms, 50):.0f} p99 {np.percentile(answered_ms, 99):.0f} max {answered_ms.max()} ms"
     )
     assert not load.failures
-    assert seen == Counter(load.accepted)
+    assert counts == Counter(load.accepted)
     assert late_ms.min() >= 0
 
 
@@ -112,14 +114,14 @@ def test_no_call_fails_during_a_hand_over(tmp_path: Path) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.xdist_group("etcd")
 def test_a_leader_with_acks_all_stops_although_a_replica_is_gone(tmp_path: Path) -> None:
-    """The leader's last commit needs the replica that is gone. The stop must not wait for it."""
+    """The leader's last commit needs the absent replica. The stop must not wait for it."""
     need_etcd()
     with running_cluster(tmp_path, **{"lease-ttl-ms": "1s", "acks": "all"}) as cluster:
         leader = cluster.leader()
         with leader.client() as ball:
             stored = ball.send(TOPIC, b"", after="1h")
-        gone = next(node for node in cluster.nodes.values() if node is not leader)
-        gone.kill()
+        absent = next(node for node in cluster.nodes.values() if node is not leader)
+        absent.kill()
         record, process = cluster.view().record, leader.process
         assert record is not None and process is not None
         with leader.client(timeout_ms=BOUND_S * 1_000) as ball, ThreadPoolExecutor(1) as sender:
@@ -128,22 +130,22 @@ def test_a_leader_with_acks_all_stops_although_a_replica_is_gone(tmp_path: Path)
             leader.kill(signal.SIGTERM)
             assert process.returncode == 0
             assert isinstance(waiting.exception(BOUND_S), Lost)
-        gone.start()
+        absent.start()
         leader.start()
         with cluster.leader(record.epoch).client() as ball:
             assert ball.get(stored.id).state == "waiting"
 
 
 def _lags(ball: Timeball) -> bool:
-    """Return whether rows of the leader's log are not committed."""
+    """Check whether rows of the leader's log are not committed."""
     replica = ball.status()["replica"]
     return int(replica["log_seq"]) > int(replica["committed_seq"])  # type: ignore[call-overload, index]
 
 
 def _accepts_more(load: SteadyLoad, sends: int) -> Callable[[], bool]:
     """Return a condition that is true when so many further sends have been accepted."""
-    wanted = len(load.accepted) + sends * ROWS
-    return lambda: len(load.accepted) >= wanted
+    target = len(load.accepted) + sends * ROWS
+    return lambda: len(load.accepted) >= target
 
 
 def _received(
@@ -151,19 +153,19 @@ def _received(
 ) -> tuple[Counter[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Consume until all messages have come and no more do. Return the count of each, and each one's lateness in ms.
 
-    The lateness is the time from its due time to its place in a queue.
+    The lateness is the time from the due time to the storing in a queue.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     late_ms = []
     until_ms = CLOCK.wall_ms() + BOUND_S * 1_000
     with client_of(nodes) as ball:
         while CLOCK.wall_ms() < until_ms:
             batch = ball.browse_batch(
-                TOPIC, GROUP, max_messages=4_096, wait="1s" if seen.total() < rows else "200ms"
+                TOPIC, GROUP, max_messages=4_096, wait="1s" if counts.total() < rows else "200ms"
             )
-            if batch.num_rows == 0 and seen.total() >= rows:
+            if batch.num_rows == 0 and counts.total() >= rows:
                 break
-            seen.update(batch.column("unique_key").to_pylist())
+            counts.update(batch.column("unique_key").to_pylist())
             late_ms.append(batch.column("store_ms").to_numpy() - batch.column("due_ms").to_numpy())
             ball.commit(TOPIC, GROUP)
-    return seen, np.concatenate(late_ms)
+    return counts, np.concatenate(late_ms)

@@ -1,6 +1,6 @@
 """Recorded histories of messages are linearizable on three machines with mixed faults (tests/crash/histories.py).
 
-Each node runs in a namespace, on a disk that can hang. `make siege` goes on for 20 minutes:
+Each node runs in a namespace, on a disk that can hang. `make siege` runs for 20 minutes:
 `TIMEBALL_SIEGE=all pytest tests/cluster/test_histories.py -s`.
 """
 
@@ -31,11 +31,12 @@ ROUNDS, CLIENTS, SEED = rounds(1, 60), 8, 1
 LASTS_S, REST_S = (0.5, 4.0), (0.5, 2.0)
 
 
-# -- faults: each is there for the length of a block ------------------------------------------------------------------
+# -- faults: each lasts for the length of a block ------------------------------------------------------------------
 
 
 @contextmanager
 def killed(net: Network, cluster: Cluster, node: NodeProcess) -> Iterator[None]:
+    """The node's process is dead."""
     node.kill()
     yield
     node.start()
@@ -43,6 +44,7 @@ def killed(net: Network, cluster: Cluster, node: NodeProcess) -> Iterator[None]:
 
 @contextmanager
 def paused(net: Network, cluster: Cluster, node: NodeProcess) -> Iterator[None]:
+    """The node's process is stopped."""
     node.kill(signal.SIGSTOP)
     yield
     node.kill(signal.SIGCONT)
@@ -68,6 +70,7 @@ def hanging(net: Network, cluster: Cluster, node: NodeProcess) -> Iterator[None]
 
 @contextmanager
 def without_etcd(net: Network, cluster: Cluster, node: NodeProcess) -> Iterator[None]:
+    """No member of etcd answers."""
     for member in cluster.etcd.members:
         member.stop()
     yield
@@ -88,7 +91,7 @@ def leader_of(cluster: Cluster) -> str:
 def strike(
     net: Network, cluster: Cluster, chance: random.Random, history_size: Callable[[], int]
 ) -> tuple[Counter[str], Counter[str]]:
-    """Make each fault so many times, half of them at the leader. Return how often, and the operations during each."""
+    """Make each fault ROUNDS times, half of them at the leader. Return how often, and the operations during each."""
     times: Counter[str] = Counter()
     operations: Counter[str] = Counter()
     for fault in [fault for _ in range(ROUNDS) for fault in chance.sample(FAULTS, len(FAULTS))]:
@@ -104,6 +107,7 @@ def strike(
 
 
 def are_equal(cluster: Cluster) -> bool:
+    """Check whether the replicas have equal logs."""
     first, *others = [log_of(node) for node in cluster.nodes.values()]
     return all(log == first for log in others)
 
@@ -127,8 +131,8 @@ def test_messages_are_linearizable_with_mixed_faults(tmp_path: Path) -> None:
             recording.settle(ball)
         cluster.wait("three equal logs", lambda: are_equal(cluster), 2 * BOUND_S)
         epochs = cluster.epoch() - first_epoch
-    found = judge(recording.history.ops, tmp_path)
+    verdict = judge(recording.history.ops, tmp_path)
     print(f"faults {dict(times)}, operations during each {dict(operations)}")
-    print(f"{epochs} new leaders, {dict(found.counts)}")
-    assert not found.wrong, found.text
-    assert found.counts["release"] and found.counts["cancel"]
+    print(f"{epochs} new leaders, {dict(verdict.counts)}")
+    assert not verdict.wrong, verdict.text
+    assert verdict.counts["release"] and verdict.counts["cancel"]

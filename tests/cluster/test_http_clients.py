@@ -1,4 +1,4 @@
-"""Python clients over HTTP with the addresses of all nodes, while the leader is killed: each message is there once."""
+"""Python clients over HTTP with the addresses of all nodes, while the leader is killed: each message is stored once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_no_message_is_lost_or_doubled_when_the_leader_is_killed(tmp_path: Path)
                     try:
                         ball.send("killed-leader", message_id, message_id=message_id, retry=True)
                     except Unavailable:
-                        continue  # no node leads yet: send the same again
-                    except BaseException as error:  # told below
+                        continue  # no node leads yet: repeat the same send
+                    except BaseException as error:  # reported below
                         failed.append(error)
                         return
                     sent.append(message_id)
@@ -59,5 +59,7 @@ def test_no_message_is_lost_or_doubled_when_the_leader_is_killed(tmp_path: Path)
                 thread.join(BOUND_S)
         assert not failed
         with Timeball(endpoint) as ball:
-            there = Counter(m.body.decode() for m in ball.consume("killed-leader", "g", until_idle="2s"))
-        assert there == Counter(sent)
+            received = Counter(
+                message.body.decode() for message in ball.consume("killed-leader", "g", until_idle="2s")
+            )
+        assert received == Counter(sent)

@@ -38,25 +38,30 @@ LookUp = Callable[[Broker, str], Awaitable[Any]]
 
 
 async def find(broker: Broker, key: str) -> list[str]:
+    """Return the states of the messages with this key."""
     return [place.state for place in await broker.find(key)]
 
 
 async def find_by_key(broker: Broker, key: str) -> list[str | None]:
+    """Return the key if a look-up by keys finds it among the listed messages."""
     page = await broker.listing.page(PageRequest(10, key="every"))
     return [message.unique_key for message in page.messages if message.unique_key == key]
 
 
 async def read_page(broker: Broker, key: str) -> list[str | None]:
+    """Return the key if the first page of the listing has it."""
     page = await broker.listing.page(PageRequest(10))
     return [message.unique_key for message in page.messages if message.unique_key == key]
 
 
 async def cancel(broker: Broker, key: str) -> list[str]:
+    """Cancel a message. Returns the verdicts."""
     return [verdict.verdict for verdict in await broker.cancel(ids=[key])]
 
 
 @pytest.fixture
 def group() -> Iterator[Simulation]:
+    """Yield a simulated group whose machines make no faults."""
     simulation = Simulation(1)
     for machine in simulation.machines:
         machine.is_calm = True
@@ -70,6 +75,7 @@ def group() -> Iterator[Simulation]:
 
 
 def broker_of(machine: Machine) -> Broker:
+    """Return the broker of a machine that leads."""
     assert machine.node is not None
     return machine.node.broker
 
@@ -84,10 +90,11 @@ def pass_time_until(group: Simulation, condition: Callable[[], Any], description
 
 
 def leader_of(group: Simulation, *, but: Machine | None = None) -> Machine:
-    found: Machine = pass_time_until(
-        group, lambda: next((each for each in group.leaders() if each is not but), None), "a leader"
+    """Let time pass until a machine other than `but` leads, and return it."""
+    leader: Machine = pass_time_until(
+        group, lambda: next((machine for machine in group.leaders() if machine is not but), None), "a leader"
     )
-    return found
+    return leader
 
 
 def run_request(group: Simulation, machine: Machine, work: Awaitable[Any]) -> Any:
@@ -253,12 +260,14 @@ def ask_while_stopped(cluster: Cluster, leader: NodeProcess, number: int) -> lis
 
 
 def status_of(connection: HTTPConnection) -> int:
+    """Read an answer. Returns its status."""
     answer = connection.getresponse()
     answer.read()
     return answer.status
 
 
 def wake_leaders(folder: Path, wakes: int, unfenced: str = "") -> list[int]:
+    """Stop and wake so many leaders of a cluster. Returns the HTTP statuses of their answers."""
     need_etcd()
     statuses, epoch = list[int](), 0
     with running_cluster(folder, unfenced=unfenced, **{"lease-ttl-ms": "1s"}) as cluster:
@@ -269,7 +278,9 @@ def wake_leaders(folder: Path, wakes: int, unfenced: str = "") -> list[int]:
             epoch, events = served(leader), len(leader.events())
             statuses += ask_while_stopped(cluster, leader, number)
             if not unfenced:
-                cluster.wait("it begins anew", lambda at=leader, before=events: len(at.events()) > before)
+                cluster.wait(
+                    "it follows again", lambda node=leader, before=events: len(node.events()) > before
+                )
     print(f"answers of woken leaders: {statuses}")
     return statuses
 

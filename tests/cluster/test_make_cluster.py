@@ -23,11 +23,12 @@ pytestmark = pytest.mark.xdist_group("etcd")
 
 
 def wait_for(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> re.Match[str]:
+    """Return the first match of a pattern in the log of a process, once it is there."""
     until_s = time.monotonic() + BOUND_S
-    while (found := re.search(pattern, log.read_text(), re.MULTILINE)) is None:
+    while (match := re.search(pattern, log.read_text(), re.MULTILINE)) is None:
         assert process.poll() is None and time.monotonic() < until_s, log.read_text()
         time.sleep(0.05)
-    return found
+    return match
 
 
 def test_one_command_runs_a_cluster_and_ctrl_c_ends_it(tmp_path: Path) -> None:
@@ -44,8 +45,8 @@ def test_one_command_runs_a_cluster_and_ctrl_c_ends_it(tmp_path: Path) -> None:
         pids = {
             name: int(pid) for name, pid in re.findall(r"^node (\w) .* pid (\d+)$", log.read_text(), re.M)
         }
-        shown = run_here("cluster", "status", "--cluster", "demo", "--etcd", etcd, "--json")
-        assert json.loads(shown.stdout)["leader"] == leader
+        status = run_here("cluster", "status", "--cluster", "demo", "--etcd", etcd, "--json")
+        assert json.loads(status.stdout)["leader"] == leader
         psutil.Process(pids[leader]).kill()
         wait_for(log, rf"^leader  [^{leader}]$", process)
         wait_for(log, rf"^node {leader} had ended, and is started again$", process)
@@ -62,7 +63,7 @@ def test_one_command_runs_a_cluster_and_ctrl_c_ends_it(tmp_path: Path) -> None:
 
 
 def test_without_etcd_the_command_names_the_package_to_install(tmp_path: Path) -> None:
-    ran = subprocess.run(
+    result = subprocess.run(
         COMMAND, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 4 and "apt-get install etcd-server" in ran.stderr and not ran.stdout
+    assert result.returncode == 4 and "apt-get install etcd-server" in result.stderr and not result.stdout

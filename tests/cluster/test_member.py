@@ -23,6 +23,8 @@ LED = Record(5, "a/1", ("a/1", "b/1", "c/1"), 2)
 
 
 def run(folder: Path, scenario: Callable[[Trio], Awaitable[None]], *, quorum_ms: int = 60_000) -> None:
+    """Run a scenario with three replicas."""
+
     async def within() -> None:
         async with running_trio(folder, quorum_ms=quorum_ms) as trio:
             await scenario(trio)
@@ -93,13 +95,13 @@ def test_a_leader_without_a_coordinator_leads_only_while_all_others_answer(tmp_p
         lease_ends_ms = leader.thread.state.lease_until_ms
         await trio.wait_until(lambda: leader.thread.state.now_ms > lease_ends_ms + 100, "the lease is over")
         await leader.append(4)
-        gone = trio.others(leader)[0]
-        await gone.crash()
+        absent = trio.others(leader)[0]
+        await absent.crash()
         # The replica that does not answer may follow another leader, so the lease counts now.
         await trio.wait_until(lambda: leader.ended, "the leader stops")
         await leader.crash()  # otherwise its member would continue to renew the lease
         trio.memory.is_down = False
-        await gone.start()
+        await absent.start()
         successor = await trio.leader(leader.epochs[-1])
         assert successor is not leader
         await successor.append(7)
@@ -126,12 +128,12 @@ def test_an_election_whose_answers_are_lost_ends_with_one_leader(tmp_path: Path)
 def test_a_node_that_registers_another_port_is_dialed_there(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        moved = trio.others(leader)[0]
-        await moved.close()
-        before, (moved.port,) = moved.port, free_ports(1)
+        follower = trio.others(leader)[0]
+        await follower.close()
+        before, (follower.port,) = follower.port, free_ports(1)
         await leader.append(1)
-        await moved.start()
-        assert moved.port != before
+        await follower.start()
+        assert follower.port != before
         await trio.wait_for_equal_logs()
 
     run(tmp_path, scenario)
@@ -153,6 +155,7 @@ def test_a_registration_with_an_unusable_address_does_not_disturb_the_replicas(t
 
 
 def view(record: Record | None, *, revision: int, as_of: int) -> GroupView:
+    """Return a view of the group at a revision of etcd."""
     return GroupView(GROUP, record, revision, None, as_of)
 
 
@@ -191,11 +194,13 @@ def test_an_error_in_a_duty_ends_the_process(tmp_path: Path, monkeypatch: pytest
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
 
-        async def broken(self: Coordinator) -> dict[str, object]:
+        async def fail(self: Coordinator) -> dict[str, object]:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(Coordinator, "nodes", broken)
-        await trio.wait_until(lambda: all(has_ended(each) for each in trio.replicas.values()), "all end")
+        monkeypatch.setattr(Coordinator, "nodes", fail)
+        await trio.wait_until(
+            lambda: all(has_ended(replica) for replica in trio.replicas.values()), "all end"
+        )
         assert isinstance(leader.ended[0], ZeroDivisionError)
 
     def has_ended(replica: Replica) -> bool:

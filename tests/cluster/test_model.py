@@ -13,21 +13,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("spin")]
 
 @pytest.mark.parametrize("bounds", QUICK, ids=str)
 def test_the_model_keeps_its_rules(bounds: Bounds) -> None:
-    found = search(bounds)
-    assert found.is_exhaustive and not found.error, found
+    result = search(bounds)
+    assert result.is_exhaustive and not result.error, result
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_broken_model_is_noticed(bug: str) -> None:
-    found = search(BUG_BOUNDS[bug], bug=bug, optimize=False)
-    assert "assertion violated" in found.error, found
+    result = search(BUG_BOUNDS[bug], bug=bug, optimize=False)
+    assert "assertion violated" in result.error, result
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_bounds_allow_each_step(step: str) -> None:
     """The control: a model in which nothing happens would keep all rules."""
-    found = search(STEP_BOUNDS[step], step=step, optimize=False)
-    assert "assertion violated" in found.error, found
+    result = search(STEP_BOUNDS[step], step=step, optimize=False)
+    assert "assertion violated" in result.error, result
 
 
 def test_a_search_that_reached_its_depth_limit_is_not_exhaustive() -> None:

@@ -81,9 +81,9 @@ def test_a_repeated_init_with_the_same_nodes_keeps_the_record() -> None:
         led = replace(record, epoch=1, leader="b/1")
         view = await world.coordinator("b").read("g1")
         await world.coordinator("b").change("g1", view.revision, led)
-        revision, again = await operations.plan_first(["c", "b", "a"], WAIT_S)
-        await operations.begin(revision, again)
-        assert again == led == (await operations._group_record())[1]
+        revision, repeated = await operations.plan_first(["c", "b", "a"], WAIT_S)
+        await operations.begin(revision, repeated)
+        assert repeated == led == (await operations._group_record())[1]
 
     run(scenario)
 
@@ -215,10 +215,10 @@ def test_an_election_during_a_survey_is_not_taken_for_a_restored_etcd() -> None:
 def test_a_node_that_registers_later_is_waited_for() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await join(world, "a/1")
-        planned = asyncio.create_task(operations.plan_first(["a", "b"], WAIT_S))
+        plan = asyncio.create_task(operations.plan_first(["a", "b"], WAIT_S))
         await asyncio.sleep(0)
         await join(world, "b/1")
-        assert (await planned)[1].replicas == ("a/1", "b/1")
+        assert (await plan)[1].replicas == ("a/1", "b/1")
 
     run(scenario)
 
@@ -230,12 +230,12 @@ def test_an_etcd_that_is_being_started_is_waited_for() -> None:
         memory.is_down = True
         with pytest.raises(Unavailable):
             await operations.plan_first(["a"], 0.0)
-        planned = asyncio.create_task(operations.plan_first(["a"], WAIT_S))
-        for _ in range(100):  # far more than it takes to fail
+        plan = asyncio.create_task(operations.plan_first(["a"], WAIT_S))
+        for _ in range(100):  # far more turns of the loop than a failure needs
             await asyncio.sleep(0)
-        assert not planned.done()
+        assert not plan.done()
         memory.is_down = False
-        assert (await planned)[1].replicas == ("a/1",)
+        assert (await plan)[1].replicas == ("a/1",)
 
     run(scenario)
 
@@ -271,16 +271,16 @@ def test_a_replica_is_added_and_removed_by_the_leader() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         await join(world, "d/1")
-        for plan, wanted in (
+        for plan, replicas in (
             (operations.plan_add, ("a/1", "b/1", "c/1", "d/1")),
             (operations.plan_remove, ("a/1", "b/1", "c/1")),
         ):
             view, request = await plan("d")
-            assert request == OperatorRequest(wanted)
-            _, done = await asyncio.gather(
+            assert request == OperatorRequest(replicas)
+            _, view = await asyncio.gather(
                 carry_out_next_request(nodes["a"]), operations.carry_out(view, request, WAIT_S)
             )
-            assert done.record is not None and done.record.replicas == wanted
+            assert view.record is not None and view.record.replicas == replicas
             assert (await nodes["a"][0].read("g1")).pending_request is None
 
     run(scenario)
@@ -300,18 +300,18 @@ def test_a_hand_over_without_a_name_goes_to_the_follower_with_the_longest_log() 
         nodes = await group_of_three(world)
         view, request = await operations.plan_hand_over("")
         assert request == OperatorRequest(hand_over_to="b")
-        asked = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
+        operation = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
         await carry_out_next_request(nodes["a"])
-        assert not asked.done(), "the successor does not hold the group yet"
+        assert not operation.done(), "the successor does not hold the group yet"
         coordinator, lease = nodes["b"]
         assert await coordinator.hold("g1", lease)
-        assert (await asked).leader == "b"
+        assert (await operation).leader == "b"
 
     run(scenario)
 
 
 @pytest.mark.parametrize(
-    ("plan", "name", "error", "says"),
+    ("plan", "name", "error", "message"),
     [
         ("plan_add", "d", NotFound, "node d is not registered"),
         ("plan_add", "x", Conflict, "node x keeps group g2"),
@@ -319,11 +319,13 @@ def test_a_hand_over_without_a_name_goes_to_the_follower_with_the_longest_log() 
         ("plan_hand_over", "d", NotFound, "these are: a, b, c"),
     ],
 )
-def test_an_impossible_change_is_refused(plan: str, name: str, error: type[TimeballError], says: str) -> None:
+def test_an_impossible_change_is_refused(
+    plan: str, name: str, error: type[TimeballError], message: str
+) -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await group_of_three(world)
         await join(world, "x/1", group="g2")
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             await getattr(operations, plan)(name)
 
     run(scenario)
@@ -356,14 +358,14 @@ def test_an_interrupted_command_withdraws_its_request() -> None:
         nodes = await group_of_three(world)
         view, request = await operations.plan_hand_over("b")
         assert request is not None
-        asked = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
+        operation = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
         coordinator, _ = nodes["a"]
         while (await coordinator.read("g1")).pending_request is None:
             await asyncio.sleep(0)
         with pytest.raises(Conflict, match="a hand-over to b is asked for already"):
             await operations.plan_remove("c")
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        operation.cancel()
+        await asyncio.gather(operation, return_exceptions=True)
         assert (await coordinator.read("g1")).pending_request is None
 
     run(scenario)
@@ -417,12 +419,12 @@ def test_force_waits_until_no_node_holds_the_group() -> None:
         coordinator, lease = nodes["a"]
         view = await coordinator.read("g1")
         assert not (await coordinator.force("g1", view.revision, replace(RECORD, replicas=("b/1",)))).won
-        forced = asyncio.create_task(operations.force("b"))
+        forcing = asyncio.create_task(operations.force("b"))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert not forced.done()
+        assert not forcing.done()
         await coordinator.resign("g1", lease)
-        assert (await forced)[1].replicas == ("b/1",)
+        assert (await forcing)[1].replicas == ("b/1",)
 
     run(scenario)
 
@@ -444,7 +446,7 @@ def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]
 def test_a_healthy_group_has_no_problems() -> None:
     (group,) = groups(group_of_three)
     assert (group.leader, group.epoch, group.problems) == ("a", 4, [])
-    assert [(each.node, each.role, each.lag_rows, each.clock_offset_ms) for each in group.replicas] == [
+    assert [(replica.node, replica.role, replica.lag_rows, replica.clock_offset_ms) for replica in group.replicas] == [
         ("a", "leader", 0, 0.0), ("b", "follower", 0, 0.2), ("c", "follower", 1, -0.4),
     ]  # fmt: skip
 
@@ -463,10 +465,10 @@ def test_missing_replicas_are_problems() -> None:
         await join(world, "a/1")
 
     (group,) = groups(scenario)
-    assert group.leader == "" and [each.role for each in group.replicas] == ["follower", "gone", "gone"]
-    said = " | ".join(group.problems)
-    assert "no leader" in said and "1 of 3 replicas run, and 2 are needed" in said
-    assert "replica b (b/1) is missing" in said
+    assert group.leader == "" and [replica.role for replica in group.replicas] == ["follower", "gone", "gone"]
+    problems = " | ".join(group.problems)
+    assert "no leader" in problems and "1 of 3 replicas run, and 2 are needed" in problems
+    assert "replica b (b/1) is missing" in problems
 
 
 def test_a_learner_a_lag_a_wrong_clock_and_another_version_are_problems() -> None:

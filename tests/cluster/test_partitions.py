@@ -1,4 +1,4 @@
-"""A group whose network is cut: one way, between halves, from etcd, again and again. No message is lost or doubled.
+"""A group whose network is cut: one way, between halves, from etcd, repeatedly. No message is lost or doubled.
 
 Each node runs in a separate namespace (namespaces.py). At the end the answers to clients are compared with the queues,
 and the logs of the replicas with each other. Every third schedule runs on a slow and lossy network.
@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.xdist_group(
 
 SCHEDULES = range(rounds(1, 9))
 SCHEDULE_S, FLAP_S = 25.0, 0.2
-SLOW_EVERY, HOLD_MS, LOSS = 3, 100, 0.05  # 200 ms there and back
-SLOW_SENDERS = 24  # each waits for its answer, many seconds when a packet is lost again and again
+SLOW_EVERY, HOLD_MS, LOSS = 3, 100, 0.05  # 200 ms for both ways
+SLOW_SENDERS = 24  # each waits for its answer, many seconds when a packet is lost several times
 LONGEST_S, SLOW_LONGEST_S = 4.0, 8.0  # a cut: longer than a lease, now and then
 LEASE_TTL, SLOW_LEASE_TTL = "1s", "5s"  # an eighth is for the answer of a member of etcd
 TOPIC, EVERY_S, AHEAD_MS = "cut", 0.02, 1_500
@@ -52,6 +52,7 @@ class Sender:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
+        """Send until `ended` is set."""
         number, last_s = 0, time.monotonic()
         with client_of(self.nodes, timeout_ms=5_000) as ball:
             while not self.ended.wait(EVERY_S):
@@ -72,34 +73,37 @@ class Sender:
 
 
 def cut_one_way(net: Network, names: list[str]) -> None:
+    """Cut the way from the first node to the second one."""
     net.cut(names[0], names[1])
 
 
 def cut_pair(net: Network, names: list[str]) -> None:
+    """Cut both ways between the first two nodes."""
     net.cut(names[0], names[1])
     net.cut(names[1], names[0])
 
 
 def cut_off(net: Network, names: list[str]) -> None:
-    """Cut one node off from the other two; etcd and clients reach it."""
+    """Cut the first node off from the other two; etcd and clients reach it."""
     for other in names[1:]:
         net.cut(names[0], other)
         net.cut(other, names[0])
 
 
 def cut_unheard(net: Network, names: list[str]) -> None:
-    """Let one node hear the others, and not be heard."""
+    """Let the first node hear the others, and not be heard."""
     for other in names[1:]:
         net.cut(names[0], other)
 
 
 def cut_from_etcd(net: Network, names: list[str]) -> None:
+    """Cut the first node off from etcd."""
     net.cut(names[0], ETCD)
     net.cut(ETCD, names[0])
 
 
 def cut_half(net: Network, names: list[str]) -> None:
-    """Leave one node with its clients alone."""
+    """Cut the first node off from the other two and from etcd; clients reach it."""
     cut_off(net, names)
     cut_from_etcd(net, names)
 
@@ -109,10 +113,8 @@ FAULTS: list[Callable[[Network, list[str]], None]] = [
 ]  # fmt: skip
 
 
-def cut_again_and_again(
-    net: Network, cluster: Cluster, chance: random.Random, longest_s: float
-) -> Iterator[str]:
-    """Cut and heal for a while; yield what was cut. Half of the cuts are around the leader."""
+def cut_repeatedly(net: Network, cluster: Cluster, chance: random.Random, longest_s: float) -> Iterator[str]:
+    """Cut and heal for a while, and yield the name of each cut. Half of the cuts are around the leader."""
     end_s = time.monotonic() + SCHEDULE_S
     while time.monotonic() < end_s:
         names = list(cluster.nodes)
@@ -136,6 +138,7 @@ def cut_again_and_again(
 
 
 def delivered(ball: Timeball) -> list[dict[str, object]]:
+    """Return the rows of all queues of the topic."""
     return [
         row
         for queue, ends in ball.queues(TOPIC).items()
@@ -146,6 +149,7 @@ def delivered(ball: Timeball) -> list[dict[str, object]]:
 
 
 def are_equal(cluster: Cluster) -> bool:
+    """Check whether the replicas have equal logs."""
     logs = [log_of(node) for node in cluster.nodes.values()]
     return all(log == logs[0] for log in logs)
 
@@ -181,28 +185,28 @@ def test_cuts_of_the_network_lose_and_double_no_message(tmp_path: Path, seed: in
         first_epoch = cluster.epoch()
         with sending(nodes, SLOW_SENDERS if slow else 1) as senders:
             try:
-                done = list(cut_again_and_again(net, cluster, random.Random(seed), longest_s))
+                cuts = list(cut_repeatedly(net, cluster, random.Random(seed), longest_s))
             finally:
                 net.heal()
         acknowledged = {key for sender in senders for key in sender.acknowledged} | {"last"}
         with client_of(nodes, timeout_ms=30_000) as ball:
             ball.send(TOPIC, "x", after=f"{AHEAD_MS + 500}ms", message_id="last", retry=True)
             cluster.wait(
-                "the last is there", lambda: "last" in {row["unique_key"] for row in delivered(ball)}
+                "the last message is stored", lambda: "last" in {row["unique_key"] for row in delivered(ball)}
             )
             rows = delivered(ball)
         cluster.wait("three equal logs", lambda: are_equal(cluster), 2 * BOUND_S)
         epochs = cluster.epoch() - first_epoch
-    seen = Counter(str(row["unique_key"]) for row in rows)
+    counts = Counter(str(row["unique_key"]) for row in rows)
     print(
-        f"seed {seed}{', slow' if slow else ''}: {len(done)} cuts, {epochs} new leaders, "
+        f"seed {seed}{', slow' if slow else ''}: {len(cuts)} cuts, {epochs} new leaders, "
         f"{len(acknowledged)} acknowledged, {sum(sender.failed_calls for sender in senders)} failed calls, "
         f"longest without an acknowledgement {max(sender.longest_s for sender in senders):.1f} s, {net.frames}"
     )
-    assert not acknowledged - seen.keys(), f"lost after {done}"
-    assert not [key for key, count in seen.items() if count > 1], f"doubled after {done}"
+    assert not acknowledged - counts.keys(), f"lost after {cuts}"
+    assert not [key for key, count in counts.items() if count > 1], f"doubled after {cuts}"
     early = [row for row in rows if row["store_ms"] < row["due_ms"]]  # type: ignore[operator]
-    assert not early, f"early after {done}"
+    assert not early, f"early after {cuts}"
     assert len(acknowledged) > 50
 
 
