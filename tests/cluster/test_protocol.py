@@ -1,4 +1,4 @@
-"""Single steps of the replication protocol. tests/cluster/simulation.py runs all of it together."""
+"""Single steps of the replication protocol. tests/cluster/simulation.py runs whole groups."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_leader_whose_holder_key_has_ended_creates_it_again_unless_it_hands_ov
     assert run_events(state, on.Seen(2, record, None)) == (state, [do.Hold()])
     assert run_events(state, on.Seen(1, record, None)) == (state, []), "the read is older than the record"
     _, effects = run_events(state, on.HandOver("b"), on.Seen(2, record, None))
-    assert do.Hold() not in effects, "a leader that hands over gives the group up"
+    assert do.Hold() not in effects, "a leader that hands over releases the group"
 
 
 def test_a_lead_is_confirmed_by_answers_to_a_later_ping() -> None:
@@ -122,8 +122,8 @@ def test_a_lead_is_confirmed_by_answers_to_a_later_ping() -> None:
     assert confirmed_ms(state) == 900, "c has not promised"
     assert state.lead
     with_former = msgspec.structs.replace(state.lead, former=("a/1", "c/1", "d/1"))
-    both = msgspec.structs.replace(state, lead=with_former)
-    assert confirmed_ms(both) == 0, "a majority of each set"
+    with_two_sets = msgspec.structs.replace(state, lead=with_former)
+    assert confirmed_ms(with_two_sets) == 0, "a majority of each set"
     state, _ = run_events(state, on.Disconnected("b", True))
     assert confirmed_ms(state) == 0
 
@@ -340,9 +340,9 @@ def test_a_replica_waits_when_the_coordinator_is_slow_or_epochs_are_short() -> N
     for epoch in (2, 3, 4):
         state = run_events(state, on.Tick(5_000 + epoch), on.Seen(epoch, Record(epoch, "c/1", SET), "c"))[0]
     newest = Record(4, "c/1", SET)
-    short, effects = run_events(state, on.Tick(5_600), on.Seen(4, newest, None))
+    waiting, effects = run_events(state, on.Tick(5_600), on.Seen(4, newest, None))
     assert effects == [], "the third short epoch in a row"
-    assert run_events(short, on.Tick(5_900), on.Seen(4, newest, None))[1] != []
+    assert run_events(waiting, on.Tick(5_900), on.Seen(4, newest, None))[1] != []
     # After a long epoch, a candidate waits for nothing.
     steady = run_events(state, on.Tick(60_000), on.Seen(5, Record(5, "a/1", SET), "a"), on.Tick(60_600))[0]
     assert run_events(steady, on.Seen(5, Record(5, "a/1", SET), None))[1] != []
@@ -397,10 +397,10 @@ def test_a_candidate_that_lacks_rows_which_the_other_log_no_longer_has_restarts(
         on.Proposed(2, Record(2, "b/1", SET), True),
     )
     ends = (EpochEnd(1, 9, 192, 90),)
-    fetches, effects = run_events(state, on.Received("a", Promise(2, "a/1", ends, first_seq=2)))
-    assert effects[-1] == do.Send("a", Fetch(2, 1, 192, 2)) and fetches.role is Role.SEALING
-    anew, effects = run_events(state, on.Received("a", Promise(2, "a/1", ends, first_seq=3)))
-    assert do.Resign() in effects and isinstance(effects[-1], do.StopServing) and anew.role is Role.STOPPED
+    fetching, effects = run_events(state, on.Received("a", Promise(2, "a/1", ends, first_seq=2)))
+    assert effects[-1] == do.Send("a", Fetch(2, 1, 192, 2)) and fetching.role is Role.SEALING
+    stopped, effects = run_events(state, on.Received("a", Promise(2, "a/1", ends, first_seq=3)))
+    assert do.Resign() in effects and isinstance(effects[-1], do.StopServing) and stopped.role is Role.STOPPED
 
 
 # ---- retention, and the length of a batch ----------------------------------------------------------------------
@@ -456,15 +456,17 @@ def test_a_message_that_would_make_a_batch_too_long_is_written_after_a_sync() ->
 
 
 def test_only_the_named_replica_becomes_a_candidate_at_once_after_a_hand_over() -> None:
-    handed, older = Record(2, "c/1", SET), Record(1, "a/1", SET)
-    state = run_events(follower(), on.Seen(1, older, "a"), on.Tick(5_000), on.Seen(2, handed, None))[0]
+    handed_over, older = Record(2, "c/1", SET), Record(1, "a/1", SET)
+    state = run_events(follower(), on.Seen(1, older, "a"), on.Tick(5_000), on.Seen(2, handed_over, None))[0]
     assert state.role is Role.FOLLOWER
     state, effects = run_events(
-        state, on.Tick(5_000 + Rules("b/1").hand_over_ms - 1), on.Seen(2, handed, None)
+        state, on.Tick(5_000 + Rules("b/1").hand_over_ms - 1), on.Seen(2, handed_over, None)
     )
     assert effects == []
     # The named replica has not begun in time, so another one may become a candidate.
-    state, effects = run_events(state, on.Tick(5_000 + Rules("b/1").hand_over_ms), on.Seen(2, handed, None))
+    state, effects = run_events(
+        state, on.Tick(5_000 + Rules("b/1").hand_over_ms), on.Seen(2, handed_over, None)
+    )
     assert [type(effect) for effect in effects] == [do.Propose]
 
 

@@ -1,7 +1,7 @@
 """A schedule in a group whose leaders die, are cut off and hand over: each second has its message, once.
 
-The world of faults is that of broker_simulation.py. Its checker knows the messages that clients have sent, so what the
-schedule has sent is taken out for it, and compared here.
+The world of faults is that of broker_simulation.py. Its checker knows the messages that clients have sent, so the
+messages of the schedule are taken out for it, and compared here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEEDS = rounds(8, 50)
 
 
 class WithSchedule(Simulation):
-    """Clients that put one schedule, again and again, as programs do when they start."""
+    """Clients that put one schedule repeatedly, as programs do when they start."""
 
     is_put = False
     progress: Progress | None = None
@@ -51,8 +51,8 @@ class WithSchedule(Simulation):
     async def _read(self, client: Client) -> Outcome:
         outcome = await super()._read(client)
         # No await since the log was read. Memory may be ahead of the rows that a majority has.
-        found = client.broker.tables.schedules.find(NAME)
-        self.progress, self.occurrence_rows = None if found is None else found[1], set()
+        schedule = client.broker.tables.schedules.find(NAME)
+        self.progress, self.occurrence_rows = None if schedule is None else schedule[1], set()
         reader = client.broker.log.reader
         for rows in client.broker.read_log(reader.first_seq, reader.next_seq, [Kind.SCHEDULED, Kind.META]):
             columns = (rows.column(name).to_pylist() for name in ("seq", "unique_key", "body"))
@@ -101,7 +101,7 @@ def run(seed: int, steps: int = STEPS) -> WithSchedule:
         simulation.run(steps)
     finally:
         logging.disable(logging.NOTSET)
-        gc.collect()  # the disks of the seed
+        gc.collect()  # frees the disks of the seed
     return simulation
 
 
@@ -129,7 +129,7 @@ def test_a_second_without_a_message_is_noticed() -> None:
     simulation.broken.clear()
     simulation.progress = Progress(0, 3_000, number=7, due_ms=4_000)  # type: ignore[arg-type]
     simulation._check(Counter({"tick.1000": 1, "tick.3000": 2}), Outcome())
-    assert [each.split(":")[0] for each in simulation.broken] == ["doubled", "lost"]
+    assert [fault.split(":")[0] for fault in simulation.broken] == ["doubled", "lost"]
     simulation.occurrence_rows = {5, 7}
     simulation._check(Counter({"tick.3000": 1}), Outcome(settled=[]))
     assert simulation.broken[-1].startswith("pending")

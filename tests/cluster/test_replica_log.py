@@ -65,21 +65,21 @@ def frames_of(written: Written, count: int | None = None) -> list[tuple[int, int
 
 
 def test_a_new_log_is_empty_and_has_an_incarnation_of_its_own() -> None:
-    one, other = opened(CrashFiles()), opened(CrashFiles())
-    for log in (one, other):
+    first, second = opened(CrashFiles()), opened(CrashFiles())
+    for log in (first, second):
         assert log.log() == Log() and log.ends() == ()
         assert log.identity.replica.startswith(f"{NODE}/")
-    assert one.identity.replica != other.identity.replica
+    assert first.identity.replica != second.identity.replica
 
 
 def test_an_opened_log_equals_the_written_one() -> None:
     files = CrashFiles()
     log, written = synced_log(files)
     assert log.log().end == written.end and len({entry.ordinal for entry in written.entries}) > 2
-    again = opened(files.crash(survival="nothing"))
-    assert again.identity.replica == log.identity.replica
-    assert again.log() == log.log() and [end.epoch for end in again.ends()] == [1, 2]
-    assert frames_in(again) == frames_in(log) == frames_of(written)
+    reopened = opened(files.crash(survival="nothing"))
+    assert reopened.identity.replica == log.identity.replica
+    assert reopened.log() == log.log() and [end.epoch for end in reopened.ends()] == [1, 2]
+    assert frames_in(reopened) == frames_in(log) == frames_of(written)
 
 
 def test_a_shipped_log_is_equal_byte_for_byte() -> None:
@@ -149,6 +149,7 @@ class Life:
         self.possible: list[tuple[int, int, bytes]] = []  # the log is the beginning of these frames
 
     def step(self) -> None:
+        """Write, sync, promise or cut, at random."""
         written, chance = self.written, self.random.random()
         self.possible, self.lengths = frames_of(written), (written.synced, len(written.entries))
         if chance < 0.6:
@@ -162,6 +163,7 @@ class Life:
             self.cut(self.random.randrange(len(written.entries)))
 
     def write(self, frames: int) -> None:
+        """Write a commit of so many frames."""
         try:
             self.written.commit(self.log, frames, self.random.randint(1, 3))
         finally:
@@ -169,6 +171,7 @@ class Life:
             self.lengths = (self.lengths[0], len(self.possible))
 
     def promise(self) -> None:
+        """Promise a later epoch."""
         epoch = self.log.identity.promised + self.random.randint(1, 2)
         self.promised = [self.log.identity.promised, epoch]
         self.log.keep_promise(epoch, "b/1", MEMBERS)
@@ -176,12 +179,13 @@ class Life:
         self.written.epoch = max(self.written.epoch, epoch)
 
     def cut(self, count: int) -> None:
+        """Cut the log after `count` frames."""
         self.lengths = (min(count, self.written.synced), len(self.written.entries))
-        at = self.written.drop_after(count)
-        self.log.cut(at)
-        # On the disk as it is here: another leader writes there next.
+        end = self.written.drop_after(count)
+        self.log.cut(end)
+        # A cut is durable, because another leader writes there next.
         self.written.synced = count
-        assert self.log.log().end == at and self.log.log().is_at_a_frame
+        assert self.log.log().end == end and self.log.log().is_at_a_frame
 
     def lose_power(self) -> None:
         """Start on what the disk has kept, and compare."""
@@ -200,7 +204,8 @@ class Life:
         """Take the first `count` possible frames as the written ones from now on."""
         kept = {(ordinal, position) for ordinal, position, _ in self.possible[:count]}
         entries = [entry for entry in self.written.entries if (entry.ordinal, entry.position) in kept]
-        if len(entries) < count:  # the power was cut before the log was cut: the leader orders it again
+        if len(entries) < count:
+            # The power was cut before the log was cut, so the leader requests the cut again.
             self.log.cut(self.written.end)
             entries = self.written.entries
         self.written.entries = entries
@@ -251,9 +256,9 @@ def test_a_disk_that_forgets_is_noticed(forget: str) -> None:
 def test_a_power_cut_during_a_cut_of_the_log_leaves_a_log_that_is_only_longer() -> None:
     files = CrashFiles()
     log, written = synced_log(files, 8)
-    at, all_frames = written.entries[1].end, frames_of(written)
+    end, all_frames = written.entries[1].end, frames_of(written)
     calls_before = files.calls
-    log.cut(at)
+    log.cut(end)
     calls = files.calls - calls_before
     assert calls > 5
     for number in range(1, calls + 1):
@@ -262,13 +267,13 @@ def test_a_power_cut_during_a_cut_of_the_log_leaves_a_log_that_is_only_longer() 
             log, _ = synced_log(files, 8)
             files.crash_at = files.calls + number
             with pytest.raises(PowerCut):
-                log.cut(at)
-            again = opened(files.crash(seed))
-            frames = frames_in(again)
-            assert again.identity.replica == log.identity.replica
+                log.cut(end)
+            reopened = opened(files.crash(seed))
+            frames = frames_in(reopened)
+            assert reopened.identity.replica == log.identity.replica
             assert len(frames) >= 2 and frames == all_frames[: len(frames)]
-            again.cut(at)
-            assert frames_in(again) == all_frames[:2]
+            reopened.cut(end)
+            assert frames_in(reopened) == all_frames[:2]
 
 
 def test_cut_frames_do_not_come_back_behind_new_ones() -> None:
@@ -299,16 +304,16 @@ def test_a_node_whose_log_was_wiped_is_a_new_replica_without_promises() -> None:
     log, written = synced_log(files)
     for ordinal in written.headers:
         files.remove(segment_name(ordinal))
-    again = opened(files)
-    assert again.identity.replica != log.identity.replica and again.identity.promised == 0
+    reopened = opened(files)
+    assert reopened.identity.replica != log.identity.replica and reopened.identity.promised == 0
 
 
 def test_a_replica_that_has_no_log_yet_keeps_its_identity() -> None:
     files = CrashFiles()
     log = opened(files)
     log.keep_promise(4, "b/1", MEMBERS)
-    again = opened(files.crash(survival="nothing"))
-    assert again.identity == log.identity and again.identity.promised == 4
+    reopened = opened(files.crash(survival="nothing"))
+    assert reopened.identity == log.identity and reopened.identity.promised == 4
 
 
 def test_a_log_of_another_node_or_group_is_refused() -> None:
@@ -381,6 +386,7 @@ def test_frames_prove_a_promise_that_the_identity_lacks() -> None:
 
 
 def synced_to(entry: WrittenFrame) -> int:
+    """Return the position up to which a frame states that its segment was synced."""
     frame = fmt.read_frame(pa.py_buffer(entry.raw), 0, origin=entry.position)
     assert frame is not None
     return frame.synced_to
@@ -398,17 +404,17 @@ def test_proved_damage_makes_a_new_incarnation_with_the_rows_before_it(seed: int
     changed = bytes([files.content(segment_name(entry.ordinal))[position] ^ (1 << random.randrange(8))])
     file.write_at(position, changed)
     file.sync()
-    again = opened(files)
+    reopened = opened(files)
     # Damage in the last batch looks like a torn write, unless a later frame states that the batch was synced.
     is_proved = (
         entry.ordinal != written.end.ordinal
         or number < written.synced
         or any(synced_to(other) > entry.position + BATCH_BYTES for other in written.entries[number + 1 :])
     )
-    assert frames_in(again) == frames_of(written, number)
-    assert (again.identity.replica != log.identity.replica) == is_proved
+    assert frames_in(reopened) == frames_of(written, number)
+    assert (reopened.identity.replica != log.identity.replica) == is_proved
     # The next start finds no damage, and keeps this identity.
-    assert opened(files.crash(survival="nothing")).identity == again.identity
+    assert opened(files.crash(survival="nothing")).identity == reopened.identity
 
 
 def follower(files: CrashFiles, commits: int) -> tuple[ReplicaLog, Written]:
@@ -430,9 +436,9 @@ def test_only_a_former_leader_finds_damage_in_an_unsynced_batch(has_led: bool) -
         written.commit(log, 1)
     assert written.synced == 0 and written.end.end < BATCH_BYTES
     flip(files, 1, written.entries[0].position + 60)
-    again = opened(files)
-    assert frames_in(again) == frames_of(written, 0)
-    assert (again.identity.replica != log.identity.replica) == has_led
+    reopened = opened(files)
+    assert frames_in(reopened) == frames_of(written, 0)
+    assert (reopened.identity.replica != log.identity.replica) == has_led
 
 
 @pytest.mark.parametrize("synced", [1, 2, 3])
@@ -446,9 +452,9 @@ def test_a_follower_finds_damage_in_rows_that_it_had_synced(synced: int) -> None
         if number == synced:
             written.sync(log)
     flip(files, 1, written.entries[1].position + 60)
-    again = opened(files)
-    assert frames_in(again) == frames_of(written, 1)
-    assert (again.identity.replica != log.identity.replica) == (synced >= 2)
+    reopened = opened(files)
+    assert frames_in(reopened) == frames_of(written, 1)
+    assert (reopened.identity.replica != log.identity.replica) == (synced >= 2)
 
 
 def test_a_power_cut_may_bring_back_an_older_synced_position() -> None:
@@ -457,8 +463,8 @@ def test_a_power_cut_may_bring_back_an_older_synced_position() -> None:
     written.sync(log)
     files = files.crash(survival="nothing")  # the position was stored, but not synced
     flip(files, 1, written.entries[1].position + 60)
-    again = opened(files)
-    assert frames_in(again) == frames_of(written, 1) and again.identity == log.identity
+    reopened = opened(files)
+    assert frames_in(reopened) == frames_of(written, 1) and reopened.identity == log.identity
 
 
 def test_a_missing_segment_before_the_synced_position_is_damage() -> None:
@@ -466,9 +472,9 @@ def test_a_missing_segment_before_the_synced_position_is_damage() -> None:
     log, written = synced_log(files)
     assert written.synced == len(written.entries) and written.end.ordinal > 1
     files.remove(segment_name(written.end.ordinal))
-    again = opened(files)
-    assert again.identity.replica != log.identity.replica
-    assert frames_in(again) == [frame for frame in frames_of(written) if frame[0] < written.end.ordinal]
+    reopened = opened(files)
+    assert reopened.identity.replica != log.identity.replica
+    assert frames_in(reopened) == [frame for frame in frames_of(written) if frame[0] < written.end.ordinal]
 
 
 def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None:
@@ -478,8 +484,8 @@ def test_an_identity_file_of_an_earlier_version_gets_a_synced_position() -> None
     log, written = follower(files, commits=2)
     written.sync(log)
     flip(files, 1, written.entries[0].position + 60)
-    again = opened(files)
-    assert frames_in(again) == [] and again.identity.replica != log.identity.replica
+    reopened = opened(files)
+    assert frames_in(reopened) == [] and reopened.identity.replica != log.identity.replica
 
 
 @pytest.mark.parametrize("survival", ["nothing", "everything"])
@@ -488,8 +494,8 @@ def test_a_cut_sets_the_synced_position_back(survival: Survival) -> None:
     log, written = follower(files, commits=3)
     written.sync(log)
     log.cut(written.drop_after(1))
-    again = opened(files.crash(survival=survival))
-    assert frames_in(again) == frames_of(written) and again.identity == log.identity
+    reopened = opened(files.crash(survival=survival))
+    assert frames_in(reopened) == frames_of(written) and reopened.identity == log.identity
 
 
 @pytest.mark.parametrize("knows_itself", [True, False])
@@ -524,9 +530,9 @@ def test_a_missing_sealed_segment_is_damage() -> None:
     files = CrashFiles()
     log, written = synced_log(files)
     files.remove(segment_name(2))
-    again = opened(files)
-    assert again.identity.replica != log.identity.replica
-    assert frames_in(again) == [frame for frame in frames_of(written) if frame[0] == 1]
+    reopened = opened(files)
+    assert reopened.identity.replica != log.identity.replica
+    assert frames_in(reopened) == [frame for frame in frames_of(written) if frame[0] == 1]
     assert [name for name in files.list_dir("log") if name.endswith(".log")] == ["0000000001.log"]
 
 
@@ -538,13 +544,13 @@ def test_segments_that_retention_has_removed_are_not_shipped() -> None:
     log, written = synced_log(files)
     segments = log.opened().segments
     segments.remove(files, segments.all[:1])
-    kept = [frame for frame in frames_of(written) if frame[0] > 1]  # of the segments after the first
-    assert frames_in(log) == kept
+    remaining = [frame for frame in frames_of(written) if frame[0] > 1]  # of the segments after the first
+    assert frames_in(log) == remaining
     piece = log.read(BEGINNING, written.end, 3)
     assert piece is not None and piece.begin is not None
     assert piece.begin.ordinal == 2 and piece.begin.first_seq == segments.all[0].first_seq
-    again = opened(files)
-    assert frames_in(again) == kept and again.identity.replica == log.identity.replica
+    reopened = opened(files)
+    assert frames_in(reopened) == remaining and reopened.identity.replica == log.identity.replica
 
 
 def test_a_segment_may_be_removed_while_another_thread_reads_the_log() -> None:

@@ -28,6 +28,8 @@ def run(
     quorum_ms: int = 60_000,
     files: dict[str, Files] | None = None,
 ) -> None:
+    """Run a scenario with three replicas."""
+
     async def within() -> None:
         async with running_trio(folder, acks_all=acks_all, quorum_ms=quorum_ms, files=files) as trio:
             await scenario(trio)
@@ -46,7 +48,7 @@ def test_followers_have_the_leader_s_log_byte_for_byte_and_apply_it(tmp_path: Pa
         assert leader.thread.epoch == leader.epochs[-1] == (await trio.record()).epoch
         seqs = await append_commits(leader, 1, 40)
         assert seqs == list(range(seqs[0], seqs[0] + 120, 3)) and leader.segments.next_seq == seqs[-1] + 3
-        assert len(leader.segments.all) > 1, "it should have rolled"
+        assert len(leader.segments.all) > 1, "the log has several segments"
         await trio.wait_for_equal_logs()
         for follower in trio.others(leader):
             assert follower.role is Role.FOLLOWER
@@ -71,7 +73,7 @@ def test_a_takeover_keeps_all_acknowledged_rows_and_the_old_leader_catches_up(tm
             epoch = successor.epochs[-1] - 1
             await leader.start()
             await trio.wait_for_equal_logs()
-        assert {each.replica for each in trio.replicas.values()} == set((await trio.record()).replicas)
+        assert {replica.replica for replica in trio.replicas.values()} == set((await trio.record()).replicas)
 
     run(tmp_path, scenario)
 
@@ -110,10 +112,10 @@ def test_a_commit_waits_until_one_follower_has_it(tmp_path: Path) -> None:
         others = trio.others(leader)
         for follower in others:
             await follower.crash()
-        begun = leader.thread.state.log.seq
+        next_seq = leader.thread.state.log.seq
         waiting = [leader.append(10), leader.append(13)]
-        await trio.wait_until(lambda: leader.thread.state.log.seq > begun, "it is on the leader's disk")
-        assert not any(future.done() for future in waiting) and leader.segments.next_seq == begun
+        await trio.wait_until(lambda: leader.thread.state.log.seq > next_seq, "it is on the leader's disk")
+        assert not any(future.done() for future in waiting) and leader.segments.next_seq == next_seq
         await others[1].start()
         await asyncio.gather(*waiting)
         await others[0].start()
@@ -126,18 +128,19 @@ def test_with_acks_all_a_commit_waits_for_every_replica(tmp_path: Path) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
         await append_commits(leader, 1, 3)
-        gone, stays = trio.others(leader)
-        await gone.crash()
+        absent, other = trio.others(leader)
+        await absent.crash()
         waiting = leader.append(10)
         await trio.wait_until(
-            lambda: acked(leader, stays) == leader.thread.state.log.end.seq > 13, "the other has it"
+            lambda: acked(leader, other) == leader.thread.state.log.end.seq > 13, "the other follower has it"
         )
         assert not waiting.done()
-        await gone.start()
+        await absent.start()
         await waiting
-        assert acked(leader, gone) == leader.thread.state.log.end.seq
+        assert acked(leader, absent) == leader.thread.state.log.end.seq
 
     def acked(leader: Replica, follower: Replica) -> int:
+        """Return the sequence number up to which a follower has acknowledged, or 0."""
         lead = leader.thread.state.lead
         peer = lead.peers.get(follower.name) if lead else None
         return peer.acked.seq if peer and peer.acked else 0
@@ -232,17 +235,17 @@ def test_calls_run_in_their_order_in_the_replica_s_thread_and_their_errors_reach
 ) -> None:
     async def scenario(trio: Trio) -> None:
         leader = await trio.leader()
-        ran: list[object] = []
+        calls: list[object] = []
         for number in range(5):
-            leader.thread.post(lambda number=number: ran.append((number, threading.current_thread().name)))
+            leader.thread.post(lambda number=number: calls.append((number, threading.current_thread().name)))
         name = await asyncio.wrap_future(leader.thread.submit(lambda: threading.current_thread().name))
-        assert ran == [(number, name) for number in range(5)] and name == "replica"
+        assert calls == [(number, name) for number in range(5)] and name == "replica"
 
-        def broken() -> None:
+        def fail() -> None:
             raise ValueError("a caller's own")
 
         with pytest.raises(ValueError, match="own"):
-            await asyncio.wrap_future(leader.thread.submit(broken))
+            await asyncio.wrap_future(leader.thread.submit(fail))
         assert not leader.ended
 
     run(tmp_path, scenario)

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.xdist_group("etcd")
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    """Yield two groups of one node each, which know each other."""
     need_etcd()
     # A lease that outlives the test's stops: the group that hangs has a leader, and no other takes its place.
     options = {"lease-ttl-ms": "60s"}
@@ -44,12 +45,13 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
 
 
 def client(cluster: Cluster) -> Timeball:
+    """Return a client of a group's only node."""
     (node,) = cluster.nodes.values()
     return node.client(timeout_ms=BOUND_S * 1_000)
 
 
 def knows_all(ball: Timeball) -> bool:
-    """Whether the node has read who leads the groups, and reaches the other one."""
+    """Check whether the node knows the leaders of both groups, and reaches the other one."""
     try:
         return ball.cancel("nothing").verdict == "not_found"
     except Unavailable:  # the node has not read the list of groups yet
@@ -130,8 +132,8 @@ def test_a_route_over_grpc_names_the_queues_of_both_groups(groups: Groups) -> No
         with client(cluster) as ball:
             ball.create_topic("routed", 1)
     for asked_group, port in ports.items():
-        dialled = endpoints("127.0.0.1", port)
-        request = s.QueryRouteRequest(topic=d.Resource(name="routed"), endpoints=dialled)
+        endpoint = endpoints("127.0.0.1", port)
+        request = s.QueryRouteRequest(topic=d.Resource(name="routed"), endpoints=endpoint)
         with GrpcWire(port) as wire:
             queues = wire.ask_ok("QueryRoute", request).message_queues
         ports_of_route = {queue.broker.name: queue.broker.endpoints.addresses[0].port for queue in queues}
@@ -164,7 +166,7 @@ def test_a_group_that_hangs_makes_the_verdict_unavailable_and_never_not_found(gr
             for http_call in http_calls:
                 status, answer = http_call.result()
                 assert (status, answer["code"]) == (503, "unavailable")
-            assert one.get(in_one.id).state == "cancelled", "what one group has is found all the same"
+            assert one.get(in_one.id).state == "cancelled", "a message of the group that answers is found"
         groups["g2"].wait("g2 answers again", lambda: knows_all(one))
         assert one.cancel(in_one.id).verdict == "already_cancelled"
         with pytest.raises(NotFound):

@@ -15,7 +15,7 @@ from tests.rounds import rounds
 STEPS = 600
 ROOT = Path(__file__).parents[2]
 
-# Seeds in which each fault must be found at least once; how often it is found stands in docs/cluster-protocol.md.
+# Seeds in which each fault must be found at least once. How often it is found is in docs/cluster-protocol.md.
 SEEDS = {
     "no_sync": 200,
     "wiped_replica_votes": 100,
@@ -66,9 +66,9 @@ def test_a_broken_protocol_is_noticed(fault: str) -> None:
     for seed in range(SEEDS[fault]):
         try:
             run(seed, STEPS, fault)
-        except Fault as found:
-            # Rows that are lost, doubled, or committed by a rule that is not kept; that it comes to no end is no proof.
-            if "convergence" not in str(found):
+        except Fault as error:
+            # Rows that are lost, doubled, or committed against a rule. A run that does not converge proves nothing.
+            if "convergence" not in str(error):
                 return
     pytest.fail(f"{fault} was not found in {SEEDS[fault]} seeds")
 
@@ -96,14 +96,14 @@ def test_a_seed_is_the_same_run_each_time() -> None:
 
 def test_a_failing_seed_is_shrunk() -> None:
     """Without promises of a majority, few disturbances suffice to lose committed rows."""
-    whole, again = Simulation(1, "no_seal"), Simulation(1, "no_seal")
+    first, shrunk_run = Simulation(1, "no_seal"), Simulation(1, "no_seal")
     with pytest.raises(Fault, match=r"^I5: "):
-        whole.run(STEPS)
+        first.run(STEPS)
     smallest = shrunk(1, STEPS, "no_seal")
-    assert 0 < len(smallest) <= 5 < len(whole.disturbances)
+    assert 0 < len(smallest) <= 5 < len(first.disturbances)
     with pytest.raises(Fault, match=r"^I5: "):
-        again.run(STEPS, set(whole.disturbances).difference(smallest))
-    assert again.disturbances == smallest
+        shrunk_run.run(STEPS, set(first.disturbances).difference(smallest))
+    assert shrunk_run.disturbances == smallest
 
 
 def test_a_failing_seed_is_one_command() -> None:

@@ -42,19 +42,20 @@ def exchanges(net: Network) -> tuple[list[float], int]:
 
 
 def round_trips(address: tuple[str, int]) -> list[float]:
-    took_ms = []
+    """Return how long each of some round trips of a TCP connection took, in ms."""
+    durations_ms = []
     with socket.create_connection(address, BOUND_S) as connection:
         for _ in range(5):
-            begin_s, left = time.monotonic(), len(BLOCK)
+            begin_s, missing = time.monotonic(), len(BLOCK)
             connection.sendall(BLOCK)
-            while left:
-                left -= len(connection.recv(left))
-            took_ms.append(1_000 * (time.monotonic() - begin_s))
-    return took_ms
+            while missing:
+                missing -= len(connection.recv(missing))
+            durations_ms.append(1_000 * (time.monotonic() - begin_s))
+    return durations_ms
 
 
 def unanswered(address: tuple[str, int]) -> int:
-    """Send datagrams, and one after the other until the last is answered: what is not there by then was lost."""
+    """Send datagrams, then repeat a last one until it is answered. Returns how many were lost."""
     answered: set[bytes] = set()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
         datagrams.settimeout(0.2)
@@ -79,8 +80,8 @@ def test_a_fast_network_loses_no_datagram() -> None:
 def test_a_slow_network_delays_and_loses_datagrams() -> None:
     """The control: each round trip takes two holds, and some datagrams do not come back."""
     with network("a", Slow(HOLD_MS, LOSS, seed=1)) as net:
-        took_ms, lost = exchanges(net)
-    assert min(took_ms) >= 2 * HOLD_MS
+        durations_ms, lost = exchanges(net)
+    assert min(durations_ms) >= 2 * HOLD_MS
     assert net.frames["lost"] >= lost > 0
     share = net.frames["lost"] / sum(net.frames.values())
     assert LOSS / 2 < share < 2 * LOSS, net.frames

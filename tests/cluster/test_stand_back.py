@@ -17,14 +17,14 @@ NOW_MS, WALL_MS = 50_000, 1_700_000_000_000
 
 
 def leader(**ahead_ms: int) -> Replica:
-    """a leads, and b and c have answered with clocks that are ahead by so much."""
+    """Make the leader a, whom b and c have answered with clocks that are ahead by so much."""
     peers = {node: Peer(f"{node}/1", BEGINNING, BEGINNING) for node in ("b", "c")}
     state = Replica(
         Rules("a/1"), Role.LEADER, promised=3, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
         lease_until_ms=NOW_MS + 60_000, lead=Lead(3, NOW_MS, RECORD.replicas, peers),
     )  # fmt: skip
-    for node, each_ms in ahead_ms.items():
-        pong = Pong(3, WALL_MS + each_ms - 5, NOW_MS - 10)
+    for node, node_ahead_ms in ahead_ms.items():
+        pong = Pong(3, WALL_MS + node_ahead_ms - 5, NOW_MS - 10)
         state, _ = step(state, on.Received(node, pong))
     return state
 
@@ -35,8 +35,8 @@ def follower(deviation_ms: int) -> Replica:
         Rules("b/1"), Role.FOLLOWER, promised=3, revision=7, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
         source=Source("a", matched=True),
     )  # fmt: skip
-    told, _ = step(state, on.Received("a", Ping(3, WALL_MS, NOW_MS, 0, deviation_ms)))
-    return replace(told, heard_ms=NOW_MS - told.rules.heard_ms_max - 1)
+    state, _ = step(state, on.Received("a", Ping(3, WALL_MS, NOW_MS, 0, deviation_ms)))
+    return replace(state, heard_ms=NOW_MS - state.rules.heard_ms_max - 1)
 
 
 def step_and_check_candidacy(state: Replica, event: on.Event) -> tuple[Replica, bool]:
@@ -61,18 +61,18 @@ def test_a_leader_s_ping_states_the_deviation_of_the_receiver_s_clock_from_the_m
     state = leader(**ahead_ms)
     assert clock_deviations_ms(state) == deviation_ms
     _, effects = step(state, on.Tick(NOW_MS + 50, WALL_MS + 50))
-    told = {
+    sent = {
         effect.node: effect.message.deviation_ms
         for effect in effects
         if isinstance(effect, Send) and isinstance(effect.message, Ping)
     }
-    assert told == {"b": 0, "c": 0} | deviation_ms
+    assert sent == {"b": 0, "c": 0} | deviation_ms
 
 
 def test_a_slow_answer_does_not_measure_the_clock() -> None:
     state, _ = step(leader(c=0), on.Received("b", Pong(3, WALL_MS + 9_000, NOW_MS - QUICK_MS - 1)))
     assert state.lead is not None and state.lead.peers["b"].clock_ahead_ms is None
-    assert state.lead.peers["b"].heard_ms == NOW_MS, "it answers all the same"
+    assert state.lead.peers["b"].heard_ms == NOW_MS, "the answer still counts"
 
 
 def test_the_round_trip_of_an_answer_ends_at_its_arrival_and_not_at_the_last_tick() -> None:
@@ -101,17 +101,17 @@ def test_a_replica_with_a_right_clock_becomes_a_candidate_at_once(deviation_ms: 
 def test_a_replica_with_a_wrong_clock_becomes_a_candidate_only_after_the_wait() -> None:
     state = follower(501)
     assert not step_and_check_candidacy(state, on.LeaderDied("a"))[1], (
-        "its key is still there: others go first"
+        "the key is not yet deleted, and others may stand first"
     )
-    state, has_stood = step_and_check_candidacy(state, on.Seen(7, RECORD, None))
-    assert not has_stood
+    state, is_candidate = step_and_check_candidacy(state, on.Seen(7, RECORD, None))
+    assert not is_candidate
     wait_ms = state.rules.defer_ms
     state, _ = step(state, on.Tick(NOW_MS + wait_ms - 1, WALL_MS))
     assert not step_and_check_candidacy(state, on.Seen(7, RECORD, None))[1]
     led, _ = step_and_check_candidacy(state, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), "c"))
     led, _ = step(led, on.Tick(NOW_MS + wait_ms, WALL_MS))
     assert not step_and_check_candidacy(led, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), None))[1], (
-        "the time begins anew"
+        "the wait starts again"
     )
     state, _ = step(state, on.Tick(NOW_MS + wait_ms, WALL_MS))
     assert step_and_check_candidacy(state, on.Seen(7, RECORD, None))[1]

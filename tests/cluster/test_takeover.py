@@ -1,4 +1,4 @@
-"""Real processes of a group under load: their leader is killed, wiped or stopped, or etcd is gone.
+"""Real processes of a group under load: their leader is killed, wiped or stopped, or etcd is dead.
 
 The total-queue checker compares the answers to clients with the final state (besieged.py). Each test prints how long
 takeovers took: `pytest -s`.
@@ -25,26 +25,27 @@ SENDS = 50
 WAKES = rounds(3, 10)
 TOPIC = "stopped"
 
-# One cluster at a time: leases of a second are kept by processes that get their CPU time.
+# One cluster at a time: processes keep leases of a second only if they get CPU time.
 pytestmark = pytest.mark.xdist_group("etcd")
 
 
 def kill_leaders_under_load(folder: Path, seed: int, strikes: int, *, wipes: bool = False) -> None:
+    """Kill the leader so many times while clients work, and check that no message is lost or doubled."""
     need_etcd()
     with GroupSiege(folder, seed, wipes=wipes) as siege:
         siege.clients()
         for _ in range(strikes):
             siege.kill()
-        done = (
+        events = (
             ["acknowledged", "levels", "seen", "cancelled", "rescheduled"]
             if strikes > 2
             else ["acknowledged"]
         )
-        siege.until(lambda: all(siege.counts[event] for event in done), f"each of {done}")
-        found = siege.faults()
-    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
+        siege.until(lambda: all(siege.counts[event] for event in events), f"each of {events}")
+        faults = siege.faults()
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in faults[:20])
     print(f"{siege}\n{siege.times()}")
-    assert not found, f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
+    assert not faults, f"{len(faults)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
 
 
 @pytest.mark.timeout(0)
@@ -74,17 +75,17 @@ def stop_and_wake(siege: GroupSiege) -> int:
     broker, leader = siege.broker, siege.broker.leader()
     lives, sent = len(replicas_of(leader)), siege.ask("a", [None] * SENDS)
     with Wire(leader.ports["remoting-port"]) as wire:
-        wire.ask(RequestCode.GET_BROKER_CONFIG)  # it is the leader's own, and no gateway's
+        wire.ask(RequestCode.GET_BROKER_CONFIG)  # the connection is the leader's own, and no gateway's
         leader.kill(signal.SIGSTOP)
         broker.epoch = broker.wait_leads(broker.epoch)
-        asked = [
+        opaques = [
             wire.send(RequestCode.SEND_MESSAGE_V2, one.body, **send_headers(one.topic, one.key))
             for one in sent
         ]
         leader.kill(signal.SIGCONT)
         acknowledged = 0
         with suppress(EOFError, ConnectionError):
-            for opaque in asked:
+            for opaque in opaques:
                 acknowledged += wire.answer_to(opaque).code == ResponseCode.SUCCESS
     if leader.environment.get("UNFENCED") != "all":
         broker.wait_all_count(leader, lives + 1)
@@ -92,6 +93,7 @@ def stop_and_wake(siege: GroupSiege) -> int:
 
 
 def send_headers(topic: str, key: str) -> dict[str, object]:
+    """Return the fields of a request to send a message with this key."""
     properties = f"UNIQ_KEY\x01{key}\x02"
     return {
         "a": "besiegers", "b": topic, "c": "TBW102", "d": 4, "e": 0, "f": 0, "g": CLOCK.wall_ms(), "h": 0,
@@ -109,10 +111,10 @@ def test_a_woken_leader_acknowledges_nothing_after_another_one_was_elected(
     need_etcd()
     with GroupSiege(tmp_path, 4, unfenced=unfenced) as siege:
         siege.clients(send_one, send_many, send_levels, consume, cancel, reschedule)
-        found = [stop_and_wake(siege) for _ in range(WAKES)]
+        acknowledged = [stop_and_wake(siege) for _ in range(WAKES)]
         faults = siege.faults()
-    print(f"acknowledged {found}, {siege}")
-    assert found == [0] * WAKES
+    print(f"acknowledged {acknowledged}, {siege}")
+    assert acknowledged == [0] * WAKES
     assert not faults, faults[:20]
 
 
@@ -128,11 +130,12 @@ def test_a_leader_without_fences_would_be_noticed(tmp_path: Path) -> None:
 
 
 def send(wire: Wire, key: str) -> int:
+    """Send a request to store a message. Returns its number on the connection."""
     return wire.send(RequestCode.SEND_MESSAGE_V2, b"body", **send_headers(TOPIC, key))
 
 
 def is_answered(wire: Wire, opaque: int, within_s: float) -> bool:
-    """Return whether an acknowledgement comes in that time."""
+    """Check whether an acknowledgement comes in that time."""
     wire._socket.settimeout(within_s)
     try:
         return wire.answer_to(opaque).code == ResponseCode.SUCCESS
@@ -144,13 +147,14 @@ def is_answered(wire: Wire, opaque: int, within_s: float) -> bool:
 
 
 def log_bytes(node: NodeProcess) -> bytes:
+    """Read all segments of a node's log."""
     return b"".join(path.read_bytes() for path in sorted((node.data / "log").glob("*.log")))
 
 
 @pytest.mark.slow
 def test_a_leader_acknowledges_nothing_without_followers_and_continues_with_one(tmp_path: Path) -> None:
     need_etcd()
-    # It may be without them for three times that, before it stops.
+    # The leader stops when it has been without followers for three times the TTL.
     with running_cluster(tmp_path, **{"lease-ttl-ms": "10s"}) as cluster:
         leader = cluster.leader()
         with leader.client() as ball:
@@ -188,19 +192,19 @@ def test_a_leader_without_etcd_leads_only_while_both_followers_answer(tmp_path: 
                 number += 1
             follower = next(node for node in cluster.nodes.values() if node is not leader)
             follower.kill()
-            # It might be led by another: without a lease that cannot be known.
+            # The dead follower might follow another leader: without a lease the leader cannot know that it does not.
             cluster.wait("it stops", lambda: len(replicas_of(leader)) == 2)
             assert not is_answered(wire, send(wire, "stopped"), 1)
         for member in cluster.etcd.members:
             member.start()
         cluster.etcd.wait_ready()
         follower.start()
-        again = cluster.leader(epoch)
-        with Wire(again.ports["remoting-port"]) as wire:
+        successor = cluster.leader(epoch)
+        with Wire(successor.ports["remoting-port"]) as wire:
             assert is_answered(wire, send(wire, "again"), BOUND_S)
-            found = wire.ask_ok(RequestCode.GET_MAX_OFFSET, topic=TOPIC, queueId=0).ext["offset"]
-        # Those that were answered, the last one, and perhaps the one that was not.
-        assert number + 1 <= int(found) <= number + 2
+            max_offset = wire.ask_ok(RequestCode.GET_MAX_OFFSET, topic=TOPIC, queueId=0).ext["offset"]
+        # The answered messages, the last one, and perhaps the one without an answer.
+        assert number + 1 <= int(max_offset) <= number + 2
 
 
 def test_the_only_replica_holds_its_group_again_after_it_lost_its_lease(tmp_path: Path) -> None:
@@ -211,4 +215,4 @@ def test_the_only_replica_holds_its_group_again_after_it_lost_its_lease(tmp_path
         cluster.wait("its lease is over", lambda: not cluster.view().leader)
         leader.kill(signal.SIGCONT)
         cluster.wait("it holds the group", lambda: cluster.view().leader == "a")
-        assert cluster.epoch() == served(leader), "it has led all the while"
+        assert cluster.epoch() == served(leader), "it has led without a break"

@@ -87,6 +87,7 @@ class World:
 
 @asynccontextmanager
 async def world_of(endpoints: list[str] | None) -> AsyncIterator[World]:
+    """Yield a new cluster in memory (None), or in the etcd with these endpoints."""
     world = World(endpoints)
     try:
         yield world

@@ -16,16 +16,16 @@ PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("options", "message"),
     [
         ({"etcd": "127.0.0.1:2379"}, "etcd"),
         ({"etcd": "https://127.0.0.1:2379", "etcd_cert": "there.pem"}, "certificate"),
         ({"etcd_user": "timeball", "etcd_password_file": "nowhere"}, "--etcd-password-file"),
     ],
 )
-def test_wrong_options_of_the_coordinator_are_refused_by_name(more: dict[str, str], says: str) -> None:
-    with pytest.raises(SetupError, match=says):
-        create_coordinator(Settings(**PLAIN | more), SystemClock())  # type: ignore[arg-type]
+def test_wrong_options_of_the_coordinator_are_refused_by_name(options: dict[str, str], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        create_coordinator(Settings(**PLAIN | options), SystemClock())  # type: ignore[arg-type]
 
 
 def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
         secret = tmp_path / "password"
         secret.touch(0o600)
         secret.write_text("swordfish\n")
-        named = {"etcd_user": "timeball", "etcd_password_file": str(secret)}
-        await create_coordinator(Settings(**PLAIN | named), SystemClock()).close()  # type: ignore[arg-type]
+        options = {"etcd_user": "timeball", "etcd_password_file": str(secret)}
+        await create_coordinator(Settings(**PLAIN | options), SystemClock()).close()  # type: ignore[arg-type]
 
     asyncio.run(run())

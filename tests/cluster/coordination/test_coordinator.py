@@ -466,5 +466,5 @@ def test_a_report_ends_with_its_lease_and_ends_no_wait(run: Run) -> None:
 
 
 def test_unknown_fields_of_a_registered_node_are_ignored() -> None:
-    found = msgspec.json.decode(b'{"name":"a","addresses":{"flight":"h:1"},"racks":3}', type=Node)
-    assert found == Node("a", {"flight": "h:1"})
+    node = msgspec.json.decode(b'{"name":"a","addresses":{"flight":"h:1"},"racks":3}', type=Node)
+    assert node == Node("a", {"flight": "h:1"})

@@ -1,4 +1,4 @@
-"""The store of etcd beyond the contract (test_keys.py, test_store.py): its watch, its leases' times, its bounds."""
+"""The store of etcd beyond the contract (test_coordinator.py, test_store.py): its watch, leases in time, its bounds."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ VALUE_BYTES = 256 * 1024  # the values of nodes and groups have some hundred byt
 
 @pytest.fixture
 def run(etcd: EtcdCluster) -> Callable[[Callable[[World], Awaitable[None]]], None]:
+    """Return a function that runs a scenario with a new cluster in etcd."""
+
     async def within(scenario: Callable[[World], Awaitable[None]]) -> None:
         async with world_of(etcd.endpoints) as world:
             await scenario(world)
@@ -62,6 +64,7 @@ def test_etcd_grants_renews_and_ends_leases(run: Run) -> None:
 
 
 async def is_gone(store: Store, lease_id: int) -> bool:
+    """Check whether a lease has ended."""
     return await store.time_to_live(lease_id) is None
 
 
@@ -72,8 +75,8 @@ def test_a_key_that_is_put_without_its_lease_stays(run: Run) -> None:
         await store.transact((), [Put(key, b"1", lease_id)])
         assert (await store.transact([LeaseIs(key, lease_id)], [Put(key, b"2")])).succeeded
         await store.revoke(lease_id)
-        ((found,),) = (await store.transact((), [Read(key)])).reads
-        assert found.value == b"2" and found.lease_id == 0
+        ((key_value,),) = (await store.transact((), [Read(key)])).reads
+        assert key_value.value == b"2" and key_value.lease_id == 0
 
     run(scenario)
 
@@ -90,40 +93,41 @@ def test_a_value_of_the_largest_size_goes_through(run: Run) -> None:
 
 @asynccontextmanager
 async def watched(store: Store, prefix: str) -> AsyncIterator[list[KeyValue]]:
-    """Return the keys below a prefix, read again only when the watch reports a change."""
+    """Yield the entries below a prefix, which are read again only when the watch reports a change."""
     outcome = await store.transact((), [Read(prefix, is_prefix=True)])
-    found = outcome.reads[0]
+    entries = outcome.reads[0]
 
     async def wait() -> None:
         after = outcome.revision
         while True:
             await store.wait(prefix, after, 3_600)
-            # A change made meanwhile is reported by this read, and by no wait.
+            # A change made meanwhile is in this read, and no wait reports it.
             now = await store.transact((), [Read(prefix, is_prefix=True)])
-            found[:], after = now.reads[0], now.revision
+            entries[:], after = now.reads[0], now.revision
 
     task = asyncio.create_task(wait())
     try:
-        yield found
+        yield entries
     finally:
         task.cancel()
         await asyncio.wait([task])
 
 
-async def has(found: list[KeyValue], *values: bytes) -> bool:
-    return [each.value for each in found] == list(values)
+async def has_values(entries: list[KeyValue], *values: bytes) -> bool:
+    """Check whether entries have exactly these values."""
+    return [entry.value for entry in entries] == list(values)
 
 
 def test_a_watch_reports_puts_and_leases_that_end(run: Run) -> None:
     async def scenario(world: World) -> None:
         prefix, one, other = f"{world.cluster}/", world.store(), world.store()
-        async with watched(one, prefix) as found:
+        async with watched(one, prefix) as entries:
             for value in (b"1", b"2", b"3"):
                 lease_id, _ = await other.grant(60)
                 await other.transact((), [Put(prefix + "a", value, lease_id)])
-                await wait_until(partial(has, found, value))
+                await wait_until(partial(has_values, entries, value))
                 await other.revoke(lease_id)
-                await wait_until(partial(has, found))
+                await wait_until(partial(has_values, entries))
 
     run(scenario)
 
@@ -144,10 +148,10 @@ def test_many_waits_share_one_watch_request(run: Run) -> None:
 
 
 def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdCluster) -> None:
-    """A member that answers requests but reports no changes, like one that is cut off from the others."""
+    """A member that answers requests but reports no changes, like a member that is cut off from the others."""
 
     async def scenario() -> None:
-        async with world_of(etcd.endpoints) as world, deafened(etcd.endpoints[0]) as deaf:
+        async with world_of(etcd.endpoints) as world, deaf_member(etcd.endpoints[0]) as deaf:
             store = EtcdStore(EtcdAccess([deaf, etcd.endpoints[1]]), ttl_ms=20_000)
             world.stores.append(store)
             other, prefix = world.store(), f"{world.cluster}/"
@@ -159,41 +163,41 @@ def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdClus
             await store.transact((), [Read(prefix, is_prefix=True)])
             await store.wait(prefix, after, 0.05)  # known by the read, and still not reported
             assert store._members.preferred == etcd.endpoints[1]
-            async with watched(store, prefix) as found:
+            async with watched(store, prefix) as entries:
                 await other.transact((), [Put(prefix + "a", b"again")])
-                await wait_until(partial(has, found, b"again"))
+                await wait_until(partial(has_values, entries, b"again"))
 
     asyncio.run(scenario())
 
 
 @asynccontextmanager
-async def deafened(endpoint: str) -> AsyncIterator[str]:
-    """Pass requests on to a member, but stop each watch after its first line."""
+async def deaf_member(endpoint: str) -> AsyncIterator[str]:
+    """Forward requests to a member, but stop each watch after its first line."""
     host, _, port = endpoint.removeprefix("http://").partition(":")
     tasks = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_connection(host, int(port))
+        member_reader, member_writer = await asyncio.open_connection(host, int(port))
         is_watch = False
 
-        async def up() -> None:
+        async def forward_requests() -> None:
             nonlocal is_watch
             while part := await reader.read(65_536):
                 is_watch |= b"/v3/watch" in part
-                ours.write(part)
+                member_writer.write(part)
 
-        async def down() -> None:
+        async def forward_answers() -> None:
             parts = 0
-            while part := await theirs.read(65_536):
+            while part := await member_reader.read(65_536):
                 parts += 1
                 if not is_watch or parts == 1:
                     writer.write(part)
 
-        ways = [asyncio.create_task(up()), asyncio.create_task(down())]
-        tasks.update(ways)
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for each in (ours, writer):
-            each.close()
+        directions = [asyncio.create_task(forward_requests()), asyncio.create_task(forward_answers())]
+        tasks.update(directions)
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        for open_writer in (member_writer, writer):
+            open_writer.close()
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -204,7 +208,7 @@ async def deafened(endpoint: str) -> AsyncIterator[str]:
             task.cancel()
 
 
-def test_a_loss_of_etcds_data_leaves_no_wait_that_ends_at_once(tmp_path: Path) -> None:
+def test_a_loss_of_etcd_s_data_leaves_no_wait_that_ends_at_once(tmp_path: Path) -> None:
     """Its revision goes back: below the revision that the watch has reported, and that of the keys that were read."""
     with EtcdCluster(tmp_path / "etcd", size=1) as etcd:
 
@@ -216,23 +220,24 @@ def test_a_loss_of_etcds_data_leaves_no_wait_that_ends_at_once(tmp_path: Path) -
                         (), [Put(prefix + "a", bytes([number])), Read(prefix + "a")]
                     )
                 await store.wait(prefix, 0, BOUND_S)  # until the watch reports
-                await asyncio.to_thread(empty, etcd)
+                await asyncio.to_thread(wipe, etcd)
                 await wait_until(lambda: other.transact((), [Put(prefix + "a", b"again")]))
                 now = await store.transact((), [Read(prefix, is_prefix=True)])
                 assert now.revision < outcome.revision
                 await store.wait(prefix, now.revision - 1, BOUND_S)  # until a new watch reports
-                async with watched(store, prefix) as found:
+                async with watched(store, prefix) as entries:
                     requests = store.requests
                     for value in (b"1", b"2", b"3"):
                         await other.transact((), [Put(prefix + "a", value)])
-                        await wait_until(partial(has, found, value))
+                        await wait_until(partial(has_values, entries, value))
                     # A read for each change, and one that found no change. A watch may have been opened.
                     assert store.requests <= requests + 5
 
         asyncio.run(scenario())
 
 
-def empty(etcd: EtcdCluster) -> None:
+def wipe(etcd: EtcdCluster) -> None:
+    """Start all members again with empty folders."""
     for member in etcd.members:
         member.kill()
         shutil.rmtree(etcd.folder / member.name)

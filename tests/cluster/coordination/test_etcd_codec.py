@@ -150,9 +150,9 @@ def error(text: str, code: int, form: str) -> bytes:
 def test_an_error_of_etcd_becomes_the_exception_for_the_caller_s_reaction(
     text: str, code: int, meaning: type[Exception], form: str
 ) -> None:
-    found = codec.read_error(error(text, code, form), 500)
-    assert type(found) is meaning
-    assert text in str(found) or meaning is LeaseLost
+    decoded = codec.read_error(error(text, code, form), 500)
+    assert type(decoded) is meaning
+    assert text in str(decoded) or meaning is LeaseLost
 
 
 def test_an_error_line_of_a_stream_is_raised() -> None:

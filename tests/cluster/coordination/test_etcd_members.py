@@ -1,4 +1,4 @@
-"""Members that are missing, hang, are no etcd, or answer nonsense: another one is asked, within a time limit."""
+"""Members that are missing, hang, are no etcd, or give invalid answers: another one is asked, within a time limit."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ HEADER = b'{"header":{"revision":"1"}}'
 async def members_of(
     *endpoints: str, attempt_s: float = 20, deadline_s: float = 60, **access: str
 ) -> AsyncIterator[Members]:
+    """Yield the members with these endpoints."""
     members = Members(EtcdAccess(endpoints, **access), attempt_s=attempt_s, deadline_s=deadline_s)  # type: ignore[arg-type]
     try:
         yield members
@@ -39,7 +40,7 @@ Answer = Callable[[bytes, bytes], bytes | None]  # path and body of a request ->
 
 @asynccontextmanager
 async def server(answer: Answer, *, closes: bool = False) -> AsyncIterator[str]:
-    """Answer as told, then close or not. b"" hangs."""
+    """Serve answers. After b"" the client waits; None closes the connection, as does any answer with `closes`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with closing(writer):
@@ -65,29 +66,31 @@ async def server(answer: Answer, *, closes: bool = False) -> AsyncIterator[str]:
 
 
 def http(body: bytes, status: str = "200 OK") -> bytes:
+    """Encode an HTTP answer."""
     return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def dead() -> str:
+def dead_endpoint() -> str:
+    """Return an address at which nothing listens."""
     return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 
 @pytest.mark.xdist_group("etcd")
 def test_after_dead_and_hanging_members_the_next_one_is_asked_and_preferred(etcd: EtcdCluster) -> None:
     async def scenario() -> None:
-        asked: list[bytes] = []
+        heads: list[bytes] = []
 
         def hang(head: bytes, body: bytes) -> bytes:
-            asked.append(head)
+            heads.append(head)
             return b""
 
         async with (
             server(hang) as hanging,
-            members_of(dead(), hanging, *etcd.endpoints, attempt_s=0.5) as members,
+            members_of(dead_endpoint(), hanging, *etcd.endpoints, attempt_s=0.5) as members,
         ):
             for _ in range(3):
                 assert b"revision" in await members.ask("/v3/kv/range", READ, bytes)
-            assert members.preferred in etcd.endpoints and len(asked) == 1
+            assert members.preferred in etcd.endpoints and len(heads) == 1
 
     asyncio.run(scenario())
 
@@ -137,7 +140,7 @@ def test_after_an_invalid_answer_the_next_member_is_asked(reply: bytes | None) -
 
 def test_without_members_a_call_ends_at_its_deadline_and_names_each() -> None:
     async def scenario() -> None:
-        endpoints = dead(), dead()
+        endpoints = dead_endpoint(), dead_endpoint()
         async with members_of(*endpoints, deadline_s=1) as members:
             with pytest.raises(Unavailable) as caught:
                 await members.ask("/v3/kv/range", READ, bytes)
@@ -147,7 +150,7 @@ def test_without_members_a_call_ends_at_its_deadline_and_names_each() -> None:
 
 
 def test_endpoints_that_are_not_etcd_are_a_set_up_error() -> None:
-    async def told(*endpoints: str) -> TimeballError:
+    async def error_of(*endpoints: str) -> TimeballError:
         async with members_of(*endpoints, deadline_s=1) as members:
             with pytest.raises(TimeballError) as caught:
                 await members.ask("/v3/kv/range", READ, bytes)
@@ -155,7 +158,7 @@ def test_endpoints_that_are_not_etcd_are_a_set_up_error() -> None:
 
     async def scenario() -> None:
         async with server(lambda *_: http(b"404 page not found", "404 Not Found")) as one:
-            alone, beside = await asyncio.gather(told(one), told(one, dead()))
+            alone, beside = await asyncio.gather(error_of(one), error_of(one, dead_endpoint()))
         assert type(alone) is SetupError and "endpoints and certificates" in str(alone)
         # One of two members: the other may come back.
         assert type(beside) is Unavailable and "404" in str(beside)
@@ -178,46 +181,46 @@ def test_a_password_is_not_shown() -> None:
 
 
 class Authenticating:
-    """A member that requires a token. It forgets its tokens when told, and refuses by an error or by closing."""
+    """A member that requires a token. It refuses a request without one by an error, or by closing the connection."""
 
-    def __init__(self, in_words: bool) -> None:
-        self.in_words = in_words
-        self.given = 0
-        self.known: set[bytes] = set()
+    def __init__(self, has_error: bool) -> None:
+        self.has_error = has_error
+        self.issued = 0
+        self.tokens: set[bytes] = set()
 
     def __call__(self, head: bytes, body: bytes) -> bytes | None:
         if b"/v3/auth/authenticate" in head:
             if json.loads(body) != {"name": "u", "password": "p"}:
                 text = "etcdserver: authentication failed, invalid user ID or password"
                 return http(json.dumps({"message": text, "code": 3}).encode(), "400 Bad Request")
-            self.given += 1
-            token = f"token.{self.given}".encode()
-            self.known.add(token)
+            self.issued += 1
+            token = f"token.{self.issued}".encode()
+            self.tokens.add(token)
             return http(b'{"header":{},"token":"' + token + b'"}')
-        if any(b"authorization: " + token + b"\r\n" in head.lower() for token in self.known):
+        if any(b"authorization: " + token + b"\r\n" in head.lower() for token in self.tokens):
             return http(HEADER)
         text = '{"message":"etcdserver: invalid auth token","code":16}'
-        return http(text.encode(), "401 Unauthorized") if self.in_words else None
+        return http(text.encode(), "401 Unauthorized") if self.has_error else None
 
 
-@pytest.mark.parametrize("in_words", [True, False], ids=["in words", "by closing"])
-def test_a_token_is_requested_once_and_again_after_it_is_refused(in_words: bool) -> None:
+@pytest.mark.parametrize("has_error", [True, False], ids=["by an error", "by closing"])
+def test_a_token_is_requested_once_and_again_after_it_is_refused(has_error: bool) -> None:
     async def scenario() -> None:
-        member = Authenticating(in_words)
+        member = Authenticating(has_error)
         async with server(member) as endpoint, members_of(endpoint, user="u", password="p") as members:
             await asyncio.gather(*(members.ask("/v3/kv/range", READ, bytes) for _ in range(8)))
-            assert member.given == 1
-            member.known.clear()  # as when it was started again
+            assert member.issued == 1
+            member.tokens.clear()  # as after a restart
             await asyncio.gather(*(members.ask("/v3/kv/range", READ, bytes) for _ in range(8)))
-            assert member.given == 2
+            assert member.issued == 2
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("in_words", [True, False], ids=["in words", "by closing"])
-def test_refused_credentials_are_a_set_up_error(in_words: bool) -> None:
+@pytest.mark.parametrize("has_error", [True, False], ids=["by an error", "by closing"])
+def test_refused_credentials_are_a_set_up_error(has_error: bool) -> None:
     async def scenario() -> None:
-        async with server(Authenticating(in_words)) as endpoint:
+        async with server(Authenticating(has_error)) as endpoint:
             async with members_of(endpoint, user="u", password="wrong") as members:
                 with pytest.raises(SetupError, match="user, password"):
                     await members.ask("/v3/kv/range", READ, bytes)
@@ -229,6 +232,7 @@ def test_refused_credentials_are_a_set_up_error(in_words: bool) -> None:
 
 
 def hang(head: bytes, body: bytes) -> bytes:
+    """Give no answer."""
     return b""
 
 
@@ -275,11 +279,11 @@ def test_a_stream_raises_at_its_end_for_a_long_line_and_without_an_answer() -> N
         chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
         lines = chunked + b"3\r\na\nb\r\n2\r\nc\n\r\n0\r\n\r\n"
         async with server(lambda *_: lines) as endpoint, members_of(endpoint) as members:
-            found = []
+            lines_read = []
             with pytest.raises(BadAnswer, match="ended"):
                 async for line in members.follow(endpoint, codec.WATCH, b"{}", bytes):
-                    found.append(line)
-            assert found == [b"a", b"bc"]
+                    lines_read.append(line)
+            assert lines_read == [b"a", b"bc"]
         endless = chunked + f"{etcd.ANSWER_BYTES_MAX + 1:x}\r\n".encode() + b"x" * (etcd.ANSWER_BYTES_MAX + 1)
         async with server(lambda *_: endless) as endpoint, members_of(endpoint) as members:
             with pytest.raises(BadAnswer, match="line"):

@@ -15,7 +15,7 @@ class TooLong(Exception):
     """The refusal of these tests."""
 
 
-def answered(bytes_max: int, size: int) -> tuple[bytes, str]:
+def query(bytes_max: int, size: int) -> tuple[bytes, str]:
     """Query a server that answers with so many bytes. Return its answer and the request."""
 
     async def check() -> tuple[bytes, str]:
@@ -42,9 +42,9 @@ def answered(bytes_max: int, size: int) -> tuple[bytes, str]:
 
 
 def test_an_answer_within_the_bound_is_read() -> None:
-    assert answered(10_000, 10_000) == (b"x" * 10_000, f"timeball/{__version__}")
+    assert query(10_000, 10_000) == (b"x" * 10_000, f"timeball/{__version__}")
 
 
 def test_an_answer_above_the_bound_is_refused() -> None:
     with pytest.raises(TooLong, match="more than 9999 bytes"):
-        answered(9_999, 10_000)
+        query(9_999, 10_000)

@@ -1,4 +1,4 @@
-"""A held lease: renewed in time, ended by the local clock, and granted anew when it is lost."""
+"""A held lease: renewed in time, ended by the local clock, and replaced when it is lost."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ TTL_MS = 1_000
 
 
 def held_in(world: World, node: str = "a") -> HeldLease:
+    """Return a held lease of a node, without a lease yet."""
     return HeldLease(world.coordinator(node), world.clock, Node(node), TTL_MS)
 
 
 def in_memory(scenario: Callable[[World, ManualClock], Awaitable[None]]) -> None:
+    """Run a scenario with a new cluster in memory, and its clock."""
+
     async def within() -> None:
         async with world_of(None) as world:
             assert isinstance(world.clock, ManualClock)
@@ -86,13 +89,13 @@ def test_a_lease_ends_without_answers_and_is_valid_again_after_a_renewal(
         assert held.lease == lease
         clock.advance(200)
         assert held.lease is None
-        world.memory.is_down = False  # before etcd itself has let it go
+        world.memory.is_down = False  # before the lease has ended in etcd
         await held.renew_or_grant()
         assert held.lease is not None and held.lease.id == lease.id
 
     in_memory(scenario)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], (
-        "once each, not at every beat"
+        "once each, not at every renewal"
     )
 
 
@@ -144,7 +147,7 @@ def test_a_released_lease_deletes_only_its_own_keys() -> None:
         await held.renew_or_grant()
         await held.release()
         assert held.lease is None and not await coordinator.nodes()
-        assert (await coordinator.read("g1")).holder == view.holder, "by another lease"
+        assert (await coordinator.read("g1")).holder == view.holder, "the holder's key has another lease"
 
     in_memory(scenario)
 
@@ -159,8 +162,8 @@ def test_a_lease_is_held_on_etcd(etcd: object) -> None:
             await wait_until(other.nodes)
             lease = held.lease
             assert lease is not None
-            # Held past its first end, if this machine ever let it run: a lease that was lost is a different one.
-            await wait_until(lambda: past(world, lease.sent_ms + lease.ttl_ms))
+            # The lease is held past its first end. If this machine was too slow, the node has another lease.
+            await wait_until(lambda: has_passed(world, lease.sent_ms + lease.ttl_ms))
             await wait_until(other.nodes)
             running.cancel()
             await held.release()
@@ -169,5 +172,6 @@ def test_a_lease_is_held_on_etcd(etcd: object) -> None:
     asyncio.run(scenario())
 
 
-async def past(world: World, boot_ms: int) -> bool:
+async def has_passed(world: World, boot_ms: int) -> bool:
+    """Check whether this time has passed."""
     return world.clock.boot_ms() > boot_ms

@@ -43,7 +43,7 @@ def comparing_machine(
 ) -> type[RuleBasedStateMachine]:
     """Make a state machine that carries out each step in the model and on etcd, and compares the answers."""
 
-    class Both(RuleBasedStateMachine):
+    class Comparing(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.runner = asyncio.Runner()
@@ -52,7 +52,7 @@ def comparing_machine(
             self.etcd = self.etcd_world.store()
             self.base = f"{self.etcd_world.cluster}/"
             self.leases: list[tuple[int, int]] = []  # (of the model, of etcd)
-            self.revisions = [(0, 0)]  # the revisions that were seen, in both
+            self.revisions = [(0, 0)]  # (of the model, of etcd), in the same order
 
         def lease(self, number: int) -> tuple[int, int]:
             """Choose a lease of the model and of etcd: none for 0, a granted one, or one that never existed."""
@@ -62,54 +62,65 @@ def comparing_machine(
 
         @rule()
         def grant(self) -> None:
-            ours, ours_s = self.runner.run(self.model.grant(LONG_TTL_MS // 1_000))
-            theirs, theirs_s = self.runner.run(self.etcd.grant(LONG_TTL_MS // 1_000))
-            assert ours_s == theirs_s
-            self.leases.append((ours, theirs))
+            """Grant a lease on both sides."""
+            model_id, model_s = self.runner.run(self.model.grant(LONG_TTL_MS // 1_000))
+            etcd_id, etcd_s = self.runner.run(self.etcd.grant(LONG_TTL_MS // 1_000))
+            assert model_s == etcd_s
+            self.leases.append((model_id, etcd_id))
 
         @precondition(lambda self: self.leases)
         @rule(number=st.integers(1, 4), is_renewal=st.booleans())
         def end_or_renew(self, number: int, is_renewal: bool) -> None:
+            """Revoke or renew a lease on both sides."""
             pair = self.lease(number)
             verbs = [(store.renew if is_renewal else store.revoke) for store in (self.model, self.etcd)]
-            ours, theirs = (self.outcome(verb(lease)) for verb, lease in zip(verbs, pair))
-            assert ours == theirs
+            of_model, of_etcd = (self.outcome(verb(lease)) for verb, lease in zip(verbs, pair))
+            assert of_model == of_etcd
 
         @rule(
             compared=st.lists(st.tuples(st.sampled_from(KEYS), st.booleans(), st.integers(0, 5)), max_size=2),
             then=st.lists(
-                st.tuples(st.sampled_from(KEYS), st.integers(-1, 4)), max_size=3, unique_by=lambda e: e[0]
+                st.tuples(st.sampled_from(KEYS), st.integers(-1, 4)),
+                max_size=3,
+                unique_by=lambda operation: operation[0],
             ),
             otherwise=st.lists(
-                st.tuples(st.sampled_from(KEYS), st.integers(-1, 1)), max_size=2, unique_by=lambda e: e[0]
+                st.tuples(st.sampled_from(KEYS), st.integers(-1, 1)),
+                max_size=2,
+                unique_by=lambda operation: operation[0],
             ),
         )
         def transact(self, compared: Any, then: Any, otherwise: Any) -> None:
+            """Carry out a transaction on both sides, which also reads."""
             sides = []
             for side, store in enumerate((self.model, self.etcd)):
-                when = [self.comparison(*each, side) for each in compared]
-                lists = [[*(self.operation(*each, side) for each in chosen), *self.reads()]
+                when = [self.comparison(*arguments, side) for arguments in compared]
+                lists = [[*(self.operation(*arguments, side) for arguments in chosen), *self.reads()]
                          for chosen in (then, otherwise)]  # fmt: skip
                 sides.append(self.outcome(store.transact(when, *lists)))
             self.assert_equal(*sides)
 
         @invariant()
         def read(self) -> None:
+            """Compare all keys of both sides."""
             sides = [self.outcome(store.transact([], self.reads())) for store in (self.model, self.etcd)]
             self.assert_equal(*sides)
 
         def comparison(self, key: str, is_lease: bool, number: int, side: int) -> Comparison:
+            """Build a comparison of one side (0: the model, 1: etcd) from drawn values."""
             if is_lease:
                 return LeaseIs(self.base + key, self.lease(number)[side])
-            # Of the newest keys that were seen, or 0: there is no such key.
+            # The revision of one of the newest keys, or 0: the key does not exist.
             return RevisionIs(self.base + key, self.revisions[-min(number, len(self.revisions))][side])
 
         def operation(self, key: str, number: int, side: int) -> Operation:
+            """Build a put or a delete of one side from drawn values."""
             if number < 0:
                 return Delete(self.base + key)
             return Put(self.base + key, f"{number}".encode(), self.lease(number)[side])
 
         def reads(self) -> list[Read]:
+            """Return reads of all keys, of one, and below a prefix."""
             return [
                 Read(self.base, is_prefix=True),
                 Read(self.base + "b"),
@@ -117,28 +128,30 @@ def comparing_machine(
             ]
 
         def outcome(self, call: Any) -> Any:
+            """Return the result of a call, or "lost" if it refuses a lease that does not exist."""
             try:
                 return self.runner.run(call)
             except LeaseLost:
                 return "lost"
 
-        def assert_equal(self, ours: Outcome | str, theirs: Outcome | str) -> None:
-            if isinstance(ours, str) or isinstance(theirs, str):
-                assert ours == theirs
+        def assert_equal(self, of_model: Outcome | str, of_etcd: Outcome | str) -> None:
+            """Compare the answers of both sides."""
+            if isinstance(of_model, str) or isinstance(of_etcd, str):
+                assert of_model == of_etcd
                 return
-            assert ours.succeeded == theirs.succeeded
-            assert [len(found) for found in ours.reads] == [len(found) for found in theirs.reads]
-            for one, other in zip(chain(*ours.reads), chain(*theirs.reads)):
+            assert of_model.succeeded == of_etcd.succeeded
+            assert [len(entries) for entries in of_model.reads] == [len(entries) for entries in of_etcd.reads]
+            for one, other in zip(chain(*of_model.reads), chain(*of_etcd.reads)):
                 assert (one.key, one.value) == (other.key, other.value)
                 assert one.lease_id == other.lease_id == 0 or (one.lease_id, other.lease_id) in self.leases
                 self.compare_revisions(one.revision, other.revision)
 
-        def compare_revisions(self, ours: int, theirs: int) -> None:
+        def compare_revisions(self, of_model: int, of_etcd: int) -> None:
             """Compare equality and order of revisions. Their numbers differ, because other tests use this etcd, too."""
             for pair in self.revisions:
-                assert (pair[0] < ours, pair[0] == ours) == (pair[1] < theirs, pair[1] == theirs)
-            if (ours, theirs) not in self.revisions:
-                self.revisions = sorted([*self.revisions, (ours, theirs)])
+                assert (pair[0] < of_model, pair[0] == of_model) == (pair[1] < of_etcd, pair[1] == of_etcd)
+            if (of_model, of_etcd) not in self.revisions:
+                self.revisions = sorted([*self.revisions, (of_model, of_etcd)])
 
         def teardown(self) -> None:
             for _, lease in self.leases:
@@ -146,10 +159,11 @@ def comparing_machine(
             self.runner.run(self.etcd.close())
             self.runner.close()
 
-    return Both
+    return Comparing
 
 
 def hypothesis_settings(examples: int, **more: Any) -> settings:
+    """Return settings for so many examples of at most 12 steps."""
     checks = list(HealthCheck)
     return settings(
         max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=checks, **more
@@ -180,7 +194,7 @@ class SwapsAlways(MemoryStore):
 @pytest.mark.xdist_group("etcd")
 @pytest.mark.parametrize("wrong", [ForgetsLeases, SwapsAlways])
 def test_a_model_that_is_wrong_is_noticed(etcd: EtcdCluster, wrong: type[MemoryStore]) -> None:
-    # The first one found suffices: neither the shortest, nor one of each kind.
+    # One difference suffices: neither the shortest one, nor one of each kind is searched.
     hunt = hypothesis_settings(300, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(comparing_machine(etcd.endpoints, wrong), settings=hunt)

@@ -1,3 +1,5 @@
+"""Messages between replicas: their bytes, messages in split or damaged streams, and their bounds."""
+
 from __future__ import annotations
 
 import itertools
@@ -37,6 +39,7 @@ MESSAGES = st.one_of(
 
 
 def encoded(message: m.Message) -> bytes:
+    """Return all bytes of a message."""
     return b"".join(m.encode(message))
 
 
@@ -52,8 +55,8 @@ def test_the_bytes_of_a_message_are_the_documented_ones() -> None:
 
 
 def test_the_numbers_of_the_message_types_are_fixed() -> None:
-    told = {kind.__name__.upper(): number for number, kind in m.KINDS.items()}
-    assert told == {
+    numbers = {kind.__name__.upper(): number for number, kind in m.KINDS.items()}
+    assert numbers == {
         "HELLO": 1, "BEGIN": 2, "DATA": 3, "CUT": 4, "FETCH": 5, "PING": 6, "FILE": 7, "WANT": 8,
         "PROMISE": 11, "REFUSE": 12, "ACK": 13, "BYTES": 14, "HAVE": 15, "PONG": 16, "COMPLETE": 17,
     }  # fmt: skip
@@ -122,6 +125,7 @@ def test_random_bytes_are_refused(raw: bytes) -> None:
 
 
 def header(number: int, *, length: int = 0, epoch: int = 1, values: tuple[int, ...] = (0, 0, 0, 0)) -> bytes:
+    """Encode the header of a message of this type."""
     return m.HEADER.pack(m.MAGIC, number, epoch, *values, length)
 
 

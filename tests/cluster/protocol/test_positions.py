@@ -1,3 +1,5 @@
+"""Positions in a log: where its epochs end, where two logs part, and which of two logs is more complete."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +23,7 @@ from timeball.cluster.protocol.messages import (
 Frames = list[int]
 
 
-def place(count: int) -> Position:
+def end_of(count: int) -> Position:
     """Return the end of a log of `count` frames: of 64 bytes and one row each, four in a segment after its header."""
     return Position((count - 1) // 4 + 1, 64 * ((count - 1) % 4 + 2), count + 1) if count else BEGINNING
 
@@ -30,7 +32,7 @@ def ends_of(frames: Frames) -> Ends:
     """Return where each epoch of a log ends."""
     ends: Ends = ()
     for count, epoch in enumerate(frames, 1):
-        ends = extend(ends, epoch, place(count))
+        ends = extend(ends, epoch, end_of(count))
     return ends
 
 
@@ -38,10 +40,10 @@ logs = st.lists(st.integers(1, 5), max_size=12).map(sorted)
 
 
 @given(logs, st.integers(0, 12))
-def test_a_cut_log_has_the_ends_of_what_is_left(frames: Frames, count: int) -> None:
+def test_a_cut_log_has_the_ends_of_its_frames(frames: Frames, count: int) -> None:
     count = min(count, len(frames))
-    assert cut(ends_of(frames), place(count)) == ends_of(frames[:count])
-    assert last_position(ends_of(frames)) == place(len(frames))
+    assert cut(ends_of(frames), end_of(count)) == ends_of(frames[:count])
+    assert last_position(ends_of(frames)) == end_of(len(frames))
 
 
 @given(logs)
@@ -71,8 +73,8 @@ def test_ends_with_equal_epochs_or_equal_positions_are_not_in_order() -> None:
 def test_two_logs_are_equal_up_to_the_end_of_the_last_epoch_they_share(
     own: Frames, other: Frames, equal_frames: int
 ) -> None:
-    assert common_end(ends_of(own), ends_of(other)) == place(equal_frames)
-    assert common_end(ends_of(other), ends_of(own)) == place(equal_frames)
+    assert common_end(ends_of(own), ends_of(other)) == end_of(equal_frames)
+    assert common_end(ends_of(other), ends_of(own)) == end_of(equal_frames)
 
 
 def test_log_order_compares_the_last_epoch_before_the_length() -> None:
@@ -83,4 +85,4 @@ def test_log_order_compares_the_last_epoch_before_the_length() -> None:
 
 def test_frames_of_an_earlier_epoch_than_the_last_are_not_appended() -> None:
     with pytest.raises(AssertionError):
-        extend(ends_of([2]), 1, place(2))
+        extend(ends_of([2]), 1, end_of(2))

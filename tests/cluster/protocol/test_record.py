@@ -1,3 +1,5 @@
+"""The record of a group: its form in the coordinator, its replicas and their majority."""
+
 from __future__ import annotations
 
 import msgspec

@@ -144,7 +144,7 @@ def test_a_node_is_dialed_until_it_listens_and_failures_are_not_reported(ends: l
     ends.append(other)
     one.connections.addresses = {"b": other.address}
     poll_until(ends, lambda: ("opened", "b") in one.listener.calls)
-    assert one.listener.calls == [("opened", "b")], "of a dial that fails nothing is told"
+    assert one.listener.calls == [("opened", "b")], "a failed dial is not reported"
 
 
 def test_an_ended_connection_is_reported_and_dialed_again(ends: list[End]) -> None:
@@ -184,14 +184,16 @@ def test_a_connection_without_a_valid_hello_is_closed(ends: list[End], first: by
         assert is_ended(stranger, ends)
     one.connections.send("b", Ping(1, 2, 3, 4))
     poll_until(ends, lambda: ("received", "a", Ping(1, 2, 3, 4)) in other.listener.calls)
-    assert not [call for call in other.listener.calls if call[0] == "closed"], "it never was known"
+    assert not [call for call in other.listener.calls if call[0] == "closed"], (
+        "it was never reported as opened"
+    )
 
 
 def test_connections_without_a_hello_are_limited(ends: list[End]) -> None:
     one, other = connected(ends)
     strangers = [socket.create_connection(other.address) for _ in range(UNIDENTIFIED_MAX + 1)]
     assert is_ended(strangers[0], ends)
-    # Those that came last may still say who they are.
+    # The newest connections may still introduce themselves.
     strangers[-1].sendall(raw(hello("c")))
     poll_until(ends, lambda: ("received", "c", hello("c")) in other.listener.calls)
     for stranger in strangers:
@@ -344,8 +346,8 @@ def test_a_node_without_an_address_that_can_be_resolved_is_tried_again(ends: lis
 
 
 def test_a_port_in_use_raises_a_set_up_error_with_its_option() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(SetupError, match="--replication-port"):
-        listen("127.0.0.1", taken.getsockname()[1])
+    with listen("127.0.0.1", 0) as listening, pytest.raises(SetupError, match="--replication-port"):
+        listen("127.0.0.1", listening.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -359,13 +361,13 @@ def test_an_address_is_split_into_host_and_port(text: str, address: tuple[str, i
 def test_a_slow_look_up_of_a_name_delays_neither_polls_nor_other_nodes(
     ends: list[End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, known = threading.Event(), socket.getaddrinfo
+    answers, getaddrinfo = threading.Event(), socket.getaddrinfo
 
     def slow(host: str, *args: Any, **options: Any) -> Any:
         if host == "slow.test" and not options.get("flags"):
             assert answers.wait(BOUND_S)
             host = "127.0.0.1"
-        return known(host, *args, **options)
+        return getaddrinfo(host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     ends += [End(), End(), End()]
@@ -373,7 +375,7 @@ def test_a_slow_look_up_of_a_name_delays_neither_polls_nor_other_nodes(
     one.connections.addresses = {"b": ("slow.test", slowly.address[1]), "c": other.address}
     one.connections.is_dialing = True
     poll_until(ends, lambda: ("opened", "c") in one.listener.calls)
-    assert not one.connections.refuses("b"), "it is not known yet"
+    assert not one.connections.refuses("b"), "the name is not resolved yet"
     assert ("opened", "b") not in one.listener.calls
     answers.set()
     poll_until(ends, lambda: ("opened", "b") in one.listener.calls)

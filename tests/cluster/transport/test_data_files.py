@@ -1,4 +1,4 @@
-"""Data files between replicas, over a wire that a test can hold, cut and damage."""
+"""Data files between replicas, over a wire that a test can cut and damage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rows:
     def attach(self, *paths: str, removes: tuple[str, ...] = (), size_bytes: int = 0) -> int:
         """Append a row that adds and removes these files. Returns its number."""
         entries = {**self.states[self.next_seq].entries, **{path: entry(path, size_bytes) for path in paths}}
-        return self._append(entries={path: each for path, each in entries.items() if path not in removes})
+        return self._append(entries={path: added for path, added in entries.items() if path not in removes})
 
     def snapshot(self, log_from_seq: int) -> int:
         """Append a snapshot that allows to delete the log below this row. Returns its number."""
@@ -55,6 +55,7 @@ class Rows:
         return self.next_seq - 1
 
     def apply(self, seq: int) -> None:
+        """Commit the rows below this sequence number."""
         self.committed = self.states[seq]
 
     def delete_segments_before(self, before_seq: int) -> None:
@@ -62,6 +63,7 @@ class Rows:
 
 
 def entry(path: str, size_bytes: int) -> FileEntry:
+    """Return the entry of a data file with one row."""
     return FileEntry(
         path=path, bucket=path.split("/")[0].removeprefix("bucket="), rows=1, size_bytes=size_bytes,
         min_due_ms=1, max_due_ms=1, min_seq=1, max_seq=1,
@@ -80,6 +82,7 @@ class Machine:
         self.work = self.start_work()
 
     def make_work(self) -> DataFiles:
+        """Make the thread of the data files, without a start."""
         self.work = DataFiles(
             self.files, self.log, self, self.world.clock, committed=lambda: self.log.committed,
             retention_ms=RETENTION_MS, on_failure=self.failures.append,
@@ -87,6 +90,7 @@ class Machine:
         return self.work
 
     def start_work(self) -> DataFiles:
+        """Make and start the thread of the data files."""
         self.make_work().start()
         return self.work
 
@@ -98,6 +102,7 @@ class Machine:
         call()
 
     def write(self, size_bytes: int) -> str:
+        """Write a data file of random bytes. Returns its path in the table."""
         path = f"bucket=2026-11-24/{os.urandom(16).hex()}.parquet"
         target = self.folder / "pending" / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +110,7 @@ class Machine:
         return path
 
     def content(self, path: str) -> bytes | None:
+        """Read a data file. Returns None if there is none."""
         target = self.folder / "pending" / path
         try:
             return target.read_bytes()
@@ -112,6 +118,7 @@ class Machine:
             return None
 
     def incomplete_files(self) -> list[Path]:
+        """List the files that have not arrived as a whole."""
         return list((self.folder / "pending").rglob(f"*{SUFFIX}"))
 
 
@@ -133,13 +140,19 @@ class World:
         self.a.state = replace(self.a.state, role=Role.LEADER, lead=lead)
 
     def connect(self, *names: str) -> None:
+        """Connect these replicas with the leader."""
         for name in names:
             self.machines[name].state = replace(self.machines[name].state, source=Source("a", matched=True))
         peers = {name: Peer(f"{name}/1", BEGINNING, acked=BEGINNING) for name in names}
         self._lead(lambda lead: replace(lead, peers={**lead.peers, **peers}))
 
     def disconnect(self, name: str) -> None:
-        self._lead(lambda lead: replace(lead, peers={n: p for n, p in lead.peers.items() if n != name}))
+        """End the connection of a replica with the leader."""
+        self._lead(
+            lambda lead: replace(
+                lead, peers={node: peer for node, peer in lead.peers.items() if node != name}
+            )
+        )
         self.machines[name].state = replace(self.machines[name].state, source=None)
         self.a.work.closed(name)
         self.machines[name].work.closed("a")
@@ -149,6 +162,7 @@ class World:
         self.a.state = replace(self.a.state, lead=change(self.a.state.lead))
 
     def send(self, node: str, to: str, message: Message) -> None:
+        """Carry a message, unless `change` drops it or the connection has ended."""
         self.sent.append((node, to, message))
         assert self.a.state.lead is not None
         other = to if node == "a" else node
@@ -157,6 +171,7 @@ class World:
             self.machines[to].work.received(node, changed)
 
     def until(self, condition: Callable[[], object]) -> None:
+        """Let time pass until the condition is true."""
         deadline = time.monotonic() + BOUND_S
         while not condition():
             assert time.monotonic() < deadline, f"not true in time; the last messages: {self.sent[-8:]}"
@@ -194,7 +209,11 @@ def test_all_files_of_an_attach_reach_all_connected_replicas(world: World) -> No
     world.connect("b", "c")
     shipped = world.a.work.ship(paths)
     world.until(shipped.done)
-    world.until(lambda: all(m.content(p) == world.a.content(p) for m in (world.b, world.c) for p in paths))
+    world.until(
+        lambda: all(
+            machine.content(path) == world.a.content(path) for machine in (world.b, world.c) for path in paths
+        )
+    )
 
 
 def test_with_acks_all_a_file_counts_when_every_replica_has_it(world: World) -> None:
@@ -251,29 +270,29 @@ def test_a_file_that_was_damaged_on_the_way_is_requested_again(world: World, pie
     confirmations = [message for *_, message in world.sent if isinstance(message, Have)]
     requests = [message for *_, message in world.sent if message == Want(1, 0, path)]
     assert len(confirmations) == 1
-    assert len(requests) == 2, "the file was requested again from its begin"
+    assert len(requests) == 2, "the file was requested again from its beginning"
 
 
 def test_a_file_whose_connection_ends_is_dropped_and_requested_on_the_next_one(
     world: World,
 ) -> None:
     path = world.a.write(4 * PIECE_BYTES)
-    held: list[Message] = []
+    dropped: list[Message] = []
 
-    def hold(message: Message) -> Message | None:
-        if isinstance(message, File) and message.position == 2 * PIECE_BYTES and not held:
-            held.append(message)
+    def drop_one(message: Message) -> Message | None:
+        if isinstance(message, File) and message.position == 2 * PIECE_BYTES and not dropped:
+            dropped.append(message)
             return None
         return message
 
-    world.change = hold
+    world.change = drop_one
     world.connect("b")
     shipped = world.a.work.ship([path])
-    world.until(lambda: held and world.b.incomplete_files())
+    world.until(lambda: dropped and world.b.incomplete_files())
     world.disconnect("b")
     world.until(lambda: not world.b.incomplete_files())
     # A late message of the ended connection must do no harm.
-    world.b.work.received("a", held[0])
+    world.b.work.received("a", dropped[0])
     world.connect("b")
     world.until(shipped.done)
     assert world.b.content(path) == world.a.content(path)
@@ -321,20 +340,20 @@ def test_a_path_outside_the_table_is_ignored(world: World) -> None:
 
 
 def test_a_replica_fetches_the_missing_files_that_committed_rows_name(world: World) -> None:
-    kept, gone = world.a.write(PIECE_BYTES + 5), world.a.write(70)
-    world.b.log.attach(gone, size_bytes=70)
-    world.b.log.attach(kept, removes=(gone,), size_bytes=PIECE_BYTES + 5)
+    needed, removed = world.a.write(PIECE_BYTES + 5), world.a.write(70)
+    world.b.log.attach(removed, size_bytes=70)
+    world.b.log.attach(needed, removes=(removed,), size_bytes=PIECE_BYTES + 5)
     seq = world.b.log.attach("bucket=2026-11-24/" + "f" * 32 + ".parquet", size_bytes=9)  # not committed yet
     world.connect("b")
     world.b.state = replace(world.b.state, role=Role.LEARNER)
     world.b.log.apply(seq)
-    world.until(lambda: world.b.content(kept))
+    world.until(lambda: world.b.content(needed))
     world.until(lambda: any(isinstance(message, Complete) for *_, message in world.sent))
-    assert world.b.content(kept) == world.a.content(kept) and world.b.content(gone) is None
-    first = next(number for number, each in enumerate(world.sent) if isinstance(each[2], Complete))
+    assert world.b.content(needed) == world.a.content(needed) and world.b.content(removed) is None
+    first = next(number for number, (*_, message) in enumerate(world.sent) if isinstance(message, Complete))
     assert world.sent[first] == ("b", "a", Complete(1, seq))
-    pieces = [each for each in world.sent[:first] if isinstance(each[2], File) and each[2].chunk]
-    assert len(pieces) == 2, "it is told when the last piece is there"
+    pieces = [message for *_, message in world.sent[:first] if isinstance(message, File) and message.chunk]
+    assert len(pieces) == 2, "COMPLETE follows the last piece"
 
 
 def test_a_new_leader_is_complete_once_it_has_fetched_its_missing_files(world: World) -> None:
@@ -343,8 +362,8 @@ def test_a_new_leader_is_complete_once_it_has_fetched_its_missing_files(world: W
     world.a.state = replace(world.a.state, committed_seq=seq)
     world.a.log.apply(seq)
     complete = world.a.work.complete()
-    world.connect("c")  # which does not have it either
-    world.until(lambda: any(m == File(1, 0, 0, path, 0, b"") for *_, m in world.sent))
+    world.connect("c")  # which does not have the file either
+    world.until(lambda: any(message == File(1, 0, 0, path, 0, b"") for *_, message in world.sent))
     assert not complete.done()
     world.connect("b")
     world.until(complete.done)
@@ -371,7 +390,7 @@ def test_a_new_leader_gives_up_if_no_replica_has_a_missing_file(world: World) ->
 def test_a_file_whose_name_another_program_has_removed_comes_back_from_its_link(
     world: World, holder: str
 ) -> None:
-    """At the replica that needs it, and at the one that is asked for it."""
+    """Both at the replica that needs the file and at the one that is asked for it."""
     keeper = world.machines[holder]
     path = keeper.write(100)
     keeper.files.make_dir(LIVE_FOLDER)
@@ -387,7 +406,7 @@ def test_a_file_whose_name_another_program_has_removed_comes_back_from_its_link(
     assert world.clock.boot_ms() - began_ms < GIVE_UP_MS
 
 
-def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: World) -> None:
+def test_files_that_left_are_removed_after_the_retention_time(world: World) -> None:
     stays, leaves, unnamed = world.b.write(10), world.b.write(10), world.b.write(10)
     world.b.work.stop()
     world.b.start_work()  # lists the files in the folder
@@ -399,7 +418,7 @@ def test_files_that_left_are_removed_behind_the_time_that_readers_have(world: Wo
     world.until(lambda: world.clock.boot_ms() - began_ms > RETENTION_MS - 10_000 or world.clock.advance(500))
     assert world.b.content(leaves), "its readers have some seconds left"
     world.until(lambda: world.b.content(leaves) is None)
-    assert world.b.content(unnamed), "an attach may name it yet"
+    assert world.b.content(unnamed), "an attach may still name it"
     world.clock.advance(UNNAMED_MS)
     world.until(lambda: world.b.content(unnamed) is None)
     assert world.b.content(stays)
@@ -417,8 +436,8 @@ def test_segments_are_deleted_up_to_the_row_in_a_committed_snapshot(world: World
 def test_incomplete_files_of_an_earlier_run_are_removed(world: World) -> None:
     world.c.work.stop()
     path = world.c.write(10)
-    left = world.c.folder / "pending" / f"{path}{SUFFIX}"
-    left.write_bytes(b"half")
+    incomplete = world.c.folder / "pending" / f"{path}{SUFFIX}"
+    incomplete.write_bytes(b"half")
     world.c.start_work()
-    world.until(lambda: not left.exists())
+    world.until(lambda: not incomplete.exists())
     assert world.c.content(path)

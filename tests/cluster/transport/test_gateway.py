@@ -23,23 +23,25 @@ class World:
     """A gateway and a leader that echoes, each on a port of its own."""
 
     def __init__(self) -> None:
-        self.port, self.far_port = free_ports(2)
+        self.port, self.leader_port = free_ports(2)
         self.leader: Address | None = None
         self.gateway = Gateway("127.0.0.1", {"flight": self.port}, self.address)
-        self.asked: list[str] = []
-        self.far: asyncio.Server | None = None
-        self.far_peers: list[Peer] = []
+        self.edges: list[str] = []
+        self.leader_server: asyncio.Server | None = None
+        self.leader_peers: list[Peer] = []
 
     def address(self, edge: str) -> Address | None:
-        self.asked.append(edge)
+        """Return the leader's address, and record the edge."""
+        self.edges.append(edge)
         return self.leader
 
     async def lead(self) -> None:
-        self.far = await asyncio.start_server(self._echo, "127.0.0.1", self.far_port)
-        self.leader = ("127.0.0.1", self.far_port)
+        """Start the leader."""
+        self.leader_server = await asyncio.start_server(self._echo, "127.0.0.1", self.leader_port)
+        self.leader = ("127.0.0.1", self.leader_port)
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.far_peers.append((reader, writer))
+        self.leader_peers.append((reader, writer))
         try:
             while data := await reader.read(65_536):
                 writer.write(data)
@@ -53,10 +55,13 @@ class World:
             writer.close()
 
     async def dial(self) -> Peer:
+        """Connect to the gateway."""
         return await asyncio.open_connection("127.0.0.1", self.port)
 
 
 def run(scenario: Callable[[World], Awaitable[None]]) -> None:
+    """Run a scenario with a gateway."""
+
     async def within() -> None:
         world = World()
         await world.gateway.start()
@@ -64,17 +69,17 @@ def run(scenario: Callable[[World], Awaitable[None]]) -> None:
             await scenario(world)
         finally:
             await world.gateway.close()
-            if world.far is not None:
-                world.far.close()
-            for _, writer in world.far_peers:
+            if world.leader_server is not None:
+                world.leader_server.close()
+            for _, writer in world.leader_peers:
                 writer.close()
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(within(), BOUND_S))
 
 
-async def echoed(peer: Peer, sent: bytes) -> bytes:
-    """Send all and say so, and return what comes until the other end has closed."""
+async def echo(peer: Peer, sent: bytes) -> bytes:
+    """Send all and the end of the stream. Returns all bytes until the other end has closed."""
     reader, writer = peer
 
     async def send() -> None:
@@ -82,26 +87,28 @@ async def echoed(peer: Peer, sent: bytes) -> bytes:
         await writer.drain()
         writer.write_eof()
 
-    _, found = await asyncio.gather(send(), reader.read())
+    _, received = await asyncio.gather(send(), reader.read())
     writer.close()
-    return found
+    return received
 
 
-def test_all_bytes_go_both_ways_and_each_end_is_told() -> None:
+def test_all_bytes_and_the_end_of_each_stream_go_both_ways() -> None:
     async def scenario(world: World) -> None:
         await world.lead()
         peers = [await world.dial() for _ in range(4)]
-        found = await asyncio.gather(*(echoed(peer, BYTES + bytes([n])) for n, peer in enumerate(peers)))
-        assert found == [BYTES + bytes([n]) + b"end" for n in range(4)]
-        assert set(world.asked) == {"flight"}
+        answers = await asyncio.gather(
+            *(echo(peer, BYTES + bytes([number])) for number, peer in enumerate(peers))
+        )
+        assert answers == [BYTES + bytes([number]) + b"end" for number in range(4)]
+        assert set(world.edges) == {"flight"}
 
     run(scenario)
 
 
 def test_a_connection_waits_for_a_leader() -> None:
     async def scenario(world: World) -> None:
-        answer = asyncio.create_task(echoed(await world.dial(), b"early"))
-        while len(world.asked) < 3:
+        answer = asyncio.create_task(echo(await world.dial(), b"early"))
+        while len(world.edges) < 3:
             await asyncio.sleep(0)
         assert not answer.done()
         await world.lead()
@@ -112,9 +119,9 @@ def test_a_connection_waits_for_a_leader() -> None:
 
 def test_a_leader_that_does_not_listen_yet_is_tried_again() -> None:
     async def scenario(world: World) -> None:
-        world.leader = ("127.0.0.1", world.far_port)
-        answer = asyncio.create_task(echoed(await world.dial(), b"early"))
-        while len(world.asked) < 3:
+        world.leader = ("127.0.0.1", world.leader_port)
+        answer = asyncio.create_task(echo(await world.dial(), b"early"))
+        while len(world.edges) < 3:
             await asyncio.sleep(0)
         await world.lead()
         assert await answer == b"earlyend"
@@ -123,14 +130,14 @@ def test_a_leader_that_does_not_listen_yet_is_tried_again() -> None:
 
 
 def test_a_leader_that_changes_while_it_is_dialed_gets_no_connection() -> None:
-    """One that hangs never ends the connection, and the news of the change came before it."""
+    """A leader that hangs never ends the connection, and the change was reported before the connection."""
 
     async def scenario(world: World) -> None:
         with socket.create_server(("127.0.0.1", 0)) as hanging:
             await world.lead()
             new_leader, world.leader = world.leader, hanging.getsockname()
-            answer = asyncio.create_task(echoed(await world.dial(), b"early"))
-            while not world.asked:
+            answer = asyncio.create_task(echo(await world.dial(), b"early"))
+            while not world.edges:
                 await asyncio.sleep(0)
             world.leader = new_leader
             world.gateway.leader_changed()
@@ -174,7 +181,7 @@ def test_a_connection_that_the_leader_aborts_ends_at_the_client() -> None:
         reader, writer = await world.dial()
         writer.write(b"x")
         assert await reader.readexactly(1) == b"x"
-        world.far_peers[0][1].transport.abort()
+        world.leader_peers[0][1].transport.abort()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await reader.readexactly(1)
         writer.close()
@@ -189,8 +196,8 @@ def test_a_connection_that_the_client_aborts_ends_at_the_leader() -> None:
         writer.write(b"x")
         await reader.readexactly(1)
         writer.transport.abort()
-        far_reader, _ = world.far_peers[0]
-        while not far_reader.at_eof() and far_reader.exception() is None:
+        leader_reader, _ = world.leader_peers[0]
+        while not leader_reader.at_eof() and leader_reader.exception() is None:
             await asyncio.sleep(0.001)
 
     run(scenario)
@@ -205,7 +212,7 @@ def test_a_drain_frees_the_port_at_once_and_forwards_the_last_answers() -> None:
         draining = asyncio.create_task(world.gateway.drain())
         await asyncio.sleep(0)
         (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
-        # Under way while this node begins to lead, and answered.
+        # Sent while this node begins to lead, and answered.
         writer.write(b"y")
         assert await reader.readexactly(1) == b"y"
         writer.write_eof()
@@ -235,7 +242,7 @@ def test_a_drain_closes_connections_that_do_not_end_in_time(monkeypatch: pytest.
 def test_connections_that_wait_for_a_leader_are_closed_when_this_node_leads() -> None:
     async def scenario(world: World) -> None:
         reader, writer = await world.dial()
-        while not world.asked:
+        while not world.edges:
             await asyncio.sleep(0)
         world.gateway.stop_listening()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -253,9 +260,9 @@ def test_close_ends_all_connections_and_frees_the_port() -> None:
         await reader.readexactly(1)
         waiting_reader, waiting_writer = await world.dial()
         await world.gateway.close()
-        for each in (reader, waiting_reader):
+        for ended in (reader, waiting_reader):
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-                await each.readexactly(1)
+                await ended.readexactly(1)
         (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
         writer.close()
         waiting_writer.close()

@@ -15,10 +15,10 @@ from timeball.monitoring.figures import ReplicaFigures
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a", promised=4, log_seq=9)
 
 
-def asked(
+def ask(
     target: str, figures: ReplicaFigures = FOLLOWER, *, method: str = "GET", headers: str = ""
 ) -> tuple[int, bytes] | None:
-    """Return status and body; None when it is the leader's to answer."""
+    """Return the status and body of a follower's answer, or None if the leader has to answer."""
 
     def authenticate(headers: Mapping[str, str]) -> None:
         if headers.get("authorization") == "Bearer wrong":
@@ -39,39 +39,39 @@ def asked(
 
 
 def test_a_follower_names_the_leader_with_status_503_and_knows_no_other_group() -> None:
-    status, body = asked("/leader/g1") or (0, b"")
+    status, body = ask("/leader/g1") or (0, b"")
     assert status == 503 and msgspec.json.decode(body) == {"group": "g1", "leader": "a", "role": "follower"}
-    assert (asked("/leader/g2") or (0, b""))[0] == 404
+    assert (ask("/leader/g2") or (0, b""))[0] == 404
 
 
 def test_a_node_is_ready_while_there_is_a_leader_to_forward_to() -> None:
     alone = msgspec.structs.replace(FOLLOWER, leader="")
-    assert asked("/health/live", alone) == (200, b'{"status":"live"}')
-    assert asked("/health/ready") == (200, b'{"status":"ready"}')
-    assert (asked("/health/ready", alone) or (0, b""))[0] == 503
+    assert ask("/health/live", alone) == (200, b'{"status":"live"}')
+    assert ask("/health/ready") == (200, b'{"status":"ready"}')
+    assert (ask("/health/ready", alone) or (0, b""))[0] == 503
 
 
 def test_metrics_are_those_of_the_replica_and_need_an_account() -> None:
-    status, body = asked("/metrics?x=1") or (0, b"")
+    status, body = ask("/metrics?x=1") or (0, b"")
     assert status == 200 and b'timeball_cluster_role{group="g1",role="follower"} 1.0' in body
-    assert (asked("/metrics", headers="Authorization: Bearer wrong\r\n") or (0, b""))[0] == 401
+    assert (ask("/metrics", headers="Authorization: Bearer wrong\r\n") or (0, b""))[0] == 401
 
 
 def test_requests_from_pages_of_other_sites_are_refused() -> None:
     for path in ("/metrics", "/leader/g1"):
-        status, body = asked(path, headers="Origin: http://evil.example\r\n") or (0, b"")
+        status, body = ask(path, headers="Origin: http://evil.example\r\n") or (0, b"")
         assert status == 403 and b"by a page" in body
 
 
 def test_a_head_request_gets_no_body() -> None:
-    assert asked("/health/live", method="HEAD") == (200, b"")
+    assert ask("/health/live", method="HEAD") == (200, b"")
 
 
 @pytest.mark.parametrize(
     ("target", "method"), [("/v1/topics", "GET"), ("/health/live", "POST"), ("/leader", "GET"), ("/", "GET")]
 )
 def test_other_requests_are_left_to_the_leader(target: str, method: str) -> None:
-    assert asked(target, method=method) is None
+    assert ask(target, method=method) is None
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01 hello", b"GET /health/live HTTP/1.1\r\nHost: x\r\n"])

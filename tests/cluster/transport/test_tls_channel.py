@@ -13,24 +13,26 @@ from timeball.model.errors import PeerError, SetupError
 
 
 def channels(server: Certificate, client: Certificate, roots: str = "") -> tuple[TlsChannel, TlsChannel]:
+    """Return the channels of both ends of a connection. `roots`: the authority that the server accepts."""
     accepts, _ = load_peer_tls(roots or server.roots, server.cert, server.key)
     _, dials = load_peer_tls(server.roots, client.cert, client.key)
     return TlsChannel(accepts, None), TlsChannel(dials, "127.0.0.1")
 
 
 def pump(server: TlsChannel, client: TlsChannel) -> tuple[bytes, bytes]:
-    """Carry bytes until neither end has any; return what each was told."""
-    told_server, told_client = b"", b""
+    """Carry bytes until neither end has any. Return the data that the server and the client received."""
+    server_data, client_data = b"", b""
     while True:
         to_server, to_client = client.outgoing(), server.outgoing()
         if not to_server and not to_client:
-            return told_server, told_client
-        told_server += server.receive(to_server) if to_server else b""
-        told_client += client.receive(to_client) if to_client else b""
+            return server_data, client_data
+        server_data += server.receive(to_server) if to_server else b""
+        client_data += client.receive(to_client) if to_client else b""
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """Return a certificate of the cluster's authority."""
     return certificate(tmp_path_factory.mktemp("ours"))
 
 
@@ -41,8 +43,8 @@ def test_data_sent_before_the_handshake_arrives_after_it(ours: Certificate) -> N
     assert pump(server, client) == (b"hello", b"")
     assert server.is_open and client.is_open
     server.send(bytes(3_000_000))
-    told_server, told_client = pump(server, client)
-    assert (told_server, len(told_client)) == (b"", 3_000_000)
+    server_data, client_data = pump(server, client)
+    assert (server_data, len(client_data)) == (b"", 3_000_000)
 
 
 def test_sent_bytes_are_encrypted(ours: Certificate) -> None:
