@@ -70,7 +70,7 @@ class Sent:
     maybe_topics: set[str] = field(default_factory=set)  # of requested moves by selections
 
     def move(self, due_ms: int) -> None:
-        """A move was answered: it is due then, unless another move is in flight."""
+        """Record an answered move: the message is due then, unless another move is in flight."""
         self.maybe_due.discard(due_ms)
         if self.maybe_due:
             self.maybe_due |= {due_ms, self.due_ms or 0}
@@ -96,13 +96,13 @@ class Observed:
     held_ms: dict[str, int] = field(default_factory=dict)
 
     def see(self, row: Row, now_ms: int) -> None:
-        """A consumer received this row at `now_ms`."""
+        """Record that a consumer received this row at `now_ms`."""
         if row.due_ms is not None and row.due_ms > now_ms:
             self.early.append(Fault("early", f"{row.key} due {row.due_ms} was visible at {now_ms}"))
         self.seen[row.place] = row
 
     def is_cancelled(self, key: str) -> bool:
-        """Whether a client was told that it will not be delivered."""
+        """Check whether an answer says that the message is cancelled."""
         return any(verdict in CANCELLED for verdict in self.verdicts.get(key, []))
 
 
@@ -174,7 +174,7 @@ def _rows(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 
 
 def _dead_letters(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """A message is a dead letter at most once, and once if its consumer was told so."""
+    """A message is a dead letter at most once, and exactly once if its consumer got the answer."""
     topics = set(observed.dead_asked.values())
     counts = Counter((row.place.topic, row.key) for row in outcome.dead)
     for (topic, key), count in counts.items():
@@ -211,7 +211,7 @@ def _seen(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 
 
 def _verdicts(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """`released` and `not_found` are scheduled messages too."""
+    """A released message is delivered, an acknowledged one is found, and a message is cancelled once."""
     delivered = {row.key for row in [*outcome.rows, *observed.seen.values()]}
     for key, verdicts in observed.verdicts.items():
         sent = observed.sent.get(key)
@@ -244,6 +244,6 @@ def _offsets(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
             if outcome.offsets.get(who, {}).get(queue, 0) < offset:
                 yield Fault("offset", f"{who} had saved {offset} of queue {queue}")
     for topic, queues in observed.topics.items():
-        found = sum(1 for name, _ in outcome.ranges if name == topic)
-        if found < queues:
-            yield Fault("topic", f"{topic} was created with {queues} queues and has {found}")
+        count = sum(1 for name, _ in outcome.ranges if name == topic)
+        if count < queues:
+            yield Fault("topic", f"{topic} was created with {queues} queues and has {count}")

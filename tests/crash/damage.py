@@ -75,7 +75,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Result:
-    """What a damage led to."""
+    """The outcome of a damage."""
 
     damage: Damage
     outcome: str  # same, refused, silent or fault
@@ -83,11 +83,12 @@ class Result:
 
 
 def is_folder(files: CrashFiles, name: str) -> bool:
+    """Check whether a name is that of a folder."""
     return isinstance(files._find(name), Folder)
 
 
 def names(files: CrashFiles, folder: str = ".") -> Iterator[str]:
-    """All files, from the root on."""
+    """Yield the paths of all files below a folder."""
     for name in files.list_dir(folder):
         path = name if folder == "." else f"{folder}/{name}"
         if is_folder(files, path):
@@ -97,6 +98,7 @@ def names(files: CrashFiles, folder: str = ".") -> Iterator[str]:
 
 
 def kind_of(name: str) -> str | None:
+    """Return the kind of a file (KINDS), or None."""
     return next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), None)
 
 
@@ -108,7 +110,7 @@ def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
         kind = kind_of(name)
         if kind is not None and written(kept.files, name):
             by_kind.setdefault(kind, []).append(name)
-    found = []
+    damages = []
     for number in range(count):
         of_kind = by_kind[sorted(by_kind)[number % len(by_kind)]]
         name = str(rng.choice(of_kind))
@@ -116,8 +118,8 @@ def drawn(kept: Kept, count: int, seed: int) -> list[Damage]:
             way for way in WAYS if way != "folder" or name.partition("/")[0] not in {name, *NEVER_EMPTIED}
         ]
         at = int(rng.integers(written(kept.files, name)))
-        found.append(Damage(name, str(rng.choice(ways)), at, int(rng.integers(8))))
-    return found
+        damages.append(Damage(name, str(rng.choice(ways)), at, int(rng.integers(8))))
+    return damages
 
 
 def written(files: CrashFiles, name: str) -> int:
@@ -128,43 +130,48 @@ def written(files: CrashFiles, name: str) -> int:
 def change_value(files: CrashFiles, key: str) -> None:
     """Set the numbers of the last META row of `key` to 0, and write its frame with a valid checksum."""
     folder = FolderDump(files)
-    found = [f for segment in folder.segments for f in folder.walk(segment) if isinstance(f, InspectedFrame)]
-    mine = next(f for f in reversed(found) if key in f.rows.column("unique_key").to_pylist())
-    at = mine.rows.column("unique_key").to_pylist().index(key)
-    bodies = mine.rows.column("body").to_pylist()
-    bodies[at] = re.sub(rb":\d+", lambda number: b":" + b"0".rjust(len(number[0]) - 1), bodies[at])
-    column = mine.rows.schema.get_field_index("body")
-    rows = mine.rows.set_column(column, mine.rows.schema.field(column), pa.array(bodies, pa.binary()))
+    frames = [
+        item
+        for segment in folder.segments
+        for item in folder.walk(segment)
+        if isinstance(item, InspectedFrame)
+    ]
+    last = next(frame for frame in reversed(frames) if key in frame.rows.column("unique_key").to_pylist())
+    index = last.rows.column("unique_key").to_pylist().index(key)
+    bodies = last.rows.column("body").to_pylist()
+    bodies[index] = re.sub(rb":\d+", lambda number: b":" + b"0".rjust(len(number[0]) - 1), bodies[index])
+    column = last.rows.schema.get_field_index("body")
+    rows = last.rows.set_column(column, last.rows.schema.field(column), pa.array(bodies, pa.binary()))
     frame, parts = fmt.encode_frame(
-        rows, first_seq=mine.frame.first_seq, span=mine.frame.span, append_ms=mine.frame.append_ms,
-        epoch=mine.frame.epoch, position=mine.frame.position, synced_to=mine.frame.synced_to,
+        rows, first_seq=last.frame.first_seq, span=last.frame.span, append_ms=last.frame.append_ms,
+        epoch=last.frame.epoch, position=last.frame.position, synced_to=last.frame.synced_to,
     )  # fmt: skip
-    assert frame == mine.frame
-    with contextlib.closing(files.open(mine.segment.name)) as file:
+    assert frame == last.frame
+    with contextlib.closing(files.open(last.segment.name)) as file:
         file.write_at(frame.position, b"".join(bytes(part) for part in parts))
         file.sync()
 
 
-def difference(expected: object, found: object) -> str:
+def difference(expected: object, actual: object) -> str:
     """Describe a difference: for lists the first missing and new elements, otherwise both values."""
-    if not isinstance(expected, list) or not isinstance(found, list):
-        return f"{expected} became {found}"[:600]
-    pairs = (expected, found), (found, expected)
-    gone, new = (
+    if not isinstance(expected, list) or not isinstance(actual, list):
+        return f"{expected} became {actual}"[:600]
+    pairs = (expected, actual), (actual, expected)
+    missing, added = (
         [str(element)[:100] for element in elements if element not in others] for elements, others in pairs
     )
-    return f"{gone[:3]} are gone, {new[:3]} are new"
+    return f"{missing[:3]} are missing, {added[:3]} are new"
 
 
 def result(kept: Kept, expected: Look, damage: Damage) -> Result:
-    """Damage a copy of the folder, look at it, and compare with the look at the undamaged folder."""
+    """Damage a copy of the folder, and compare the look at it with the look at the undamaged folder."""
     files = kept.copy()
     damage.do(files)
     try:
-        found = look(kept, files)
+        actual = look(kept, files)
     except StorageError as error:
         short, folder = damage.name.rpartition("/")[2], damage.name.rpartition("/")[0]
-        # Where all files of a folder are gone, nobody can know their names.
+        # When all files of a folder are removed, an error can only name the folder.
         names_file = (
             short in str(error)
             or f"{folder}/ " in str(error)
@@ -172,8 +179,8 @@ def result(kept: Kept, expected: Look, damage: Damage) -> Result:
         )
         names_remedy = "restore" in str(error) or "start the broker again" in str(error)
         return Result(damage, "refused" if names_file and names_remedy else "fault", str(error))
-    except BaseException as error:  # of any kind: a user would be told of a fault in Timeball
+    except BaseException as error:  # of any kind: it would be reported to a user as a fault in Timeball
         return Result(damage, "fault", repr(error))
-    wrong = [key for key in expected if found[key] != expected[key]]
-    text = ", ".join(f"{key}: {difference(expected[key], found[key])}" for key in wrong)
+    wrong = [key for key in expected if actual[key] != expected[key]]
+    text = ", ".join(f"{key}: {difference(expected[key], actual[key])}" for key in wrong)
     return Result(damage, "silent" if wrong else "same", text)

@@ -78,16 +78,16 @@ def calls_of(scenario: str) -> tuple[int, int]:
 
 
 def drawn(count: int, seed: int, scenarios: list[str]) -> list[Injected]:
-    """List `count` injections over all scenarios, errors and calls."""
+    """Draw `count` injections over all scenarios, errors and calls."""
     rng = np.random.default_rng(seed)
     lengths = {name: calls_of(name) for name in scenarios}
-    found = []
+    injections = []
     for number in range(count):
         scenario = scenarios[number % len(scenarios)]
         error = str(rng.choice([*ERRORS, *IN_DELTA]))
         calls = lengths[scenario][error in IN_DELTA]
-        found.append(Injected(scenario, error, 1 + int(rng.integers(calls)), bool(rng.integers(2))))
-    return found
+        injections.append(Injected(scenario, error, 1 + int(rng.integers(calls)), bool(rng.integers(2))))
+    return injections
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ def _live(files: FailingFiles, world: World, scenario: str) -> BaseException | N
 
 
 def _is_up(world: World) -> bool:
-    """Whether the node has started and not ended."""
+    """Check whether the node has started and not ended."""
     return (
         world.node is not None and hasattr(world.node, "maintenance") and bool(world.node.maintenance._tasks)
     )
 
 
 def _is_fault_in_timeball(error: Exception) -> bool:
-    """Return whether Timeball itself raised an error of a wrong type.
+    """Check whether Timeball itself raised an error of a wrong type.
 
     The scenario may raise other errors, where a step needs the result of a step that was refused.
     """

@@ -1,4 +1,4 @@
-"""Scenarios with an external dispatcher, which brings some messages, some of them twice, and others never."""
+"""Scenarios with an external dispatcher, which brings some messages once, some twice, and others never."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def pass_by(ms: int, dispatched: int) -> Step:
             world.broker.ticker.wake()
             await asyncio.sleep(0)
         counts = world.broker.schedule_statistics
-        await world.until(lambda: counts()["dispatched_rows"] == dispatched, f"{dispatched} are left to him")
+        await world.until(
+            lambda: counts()["dispatched_rows"] == dispatched, f"{dispatched} are left to the dispatcher"
+        )
 
     return step
 
@@ -65,7 +67,7 @@ DISPATCH: list[Step] = [
     lambda w: w.checkpoint(),
     bring(1),
     cancel_some(2, 8),
-    lambda w: w.advance(4 * SECOND_MS),  # the grace, and what nobody has brought
+    lambda w: w.advance(4 * SECOND_MS),  # the grace time, and messages that were not brought
     lambda w: w.consume(),
     lambda w: w.rewrite(1),
     lambda w: w.checkpoint(),

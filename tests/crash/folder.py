@@ -58,7 +58,7 @@ class Kept:
         return world
 
     def copy(self) -> CrashFiles:
-        """Return a copy of the disk, which may be damaged."""
+        """Return a copy of the disk, which a test may damage."""
         return self.files.crash(survival="everything")
 
 
@@ -150,43 +150,49 @@ async def _look(world: World, kept: Kept) -> Look:
     """Start, read everything, use it, and let all become due. Each entry of the result is one view of the content."""
     await world.start()
     await world.settled()
-    found, new_seq = known(world), world.broker.log.writer.next_seq
-    found["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
+    views, new_seq = known(world), world.broker.log.writer.next_seq
+    views["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
     await world.consume()
-    found["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
-    found["verdicts"] = [v.verdict for v in await world.broker.cancel(ids=kept.keys["cancel"])]
+    views["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
+    views["verdicts"] = [verdict.verdict for verdict in await world.broker.cancel(ids=kept.keys["cancel"])]
     world.observed.cancel_asked.update(kept.keys["cancel"])
     await world.reschedule(kept.keys["move"], 70 * MINUTE_MS)
-    found["resumed"] = await world.resume("paused", kept.keys["held"])
-    found["committed"] = str(await commit(world, kept.halves[0]))
+    views["resumed"] = await world.resume("paused", kept.keys["held"])
+    views["committed"] = str(await commit(world, kept.halves[0]))
     await world.send("a", [None, SECOND_MS])
     await world.advance(11 * MINUTE_MS)
     world.broker.consuming.wake()
     windows = world.broker.consuming.leases.all()
-    await world.until(lambda: not any(window.in_flight for window in windows), "what POP handed out is back")
+    await world.until(
+        lambda: not any(window.in_flight for window in windows), "messages that POP handed out are back"
+    )
     await world.consume()
     await world.advance(AFTER_MS)
     await world.consume()
     outcome = await world.outcome()
-    found["rows"] = sorted((r.place.topic, r.key, r.body, str(r.due_ms)) for r in outcome.rows)
-    found["waited"] = sorted((r.key, r.body) for r in outcome.waited)
+    views["rows"] = sorted((row.place.topic, row.key, row.body, str(row.due_ms)) for row in outcome.rows)
+    views["waited"] = sorted((row.key, row.body) for row in outcome.waited)
     # Messages that come back to a group are also in its retry topic, and half messages are not in the observer's list.
     observed = world.observed
     outcome.rows = [row for row in outcome.rows if not row.place.topic.startswith(AGAIN)]
     outcome.ranges = {queue: ends for queue, ends in outcome.ranges.items() if not queue[0].startswith(AGAIN)}
-    outcome.offsets = {of: offsets for of, offsets in outcome.offsets.items() if not of[1].startswith(AGAIN)}
+    outcome.offsets = {
+        group_topic: offsets
+        for group_topic, offsets in outcome.offsets.items()
+        if not group_topic[1].startswith(AGAIN)
+    }
     observed.seen = {place: row for place, row in observed.seen.items() if not place.topic.startswith(AGAIN)}
-    found["faults"] = [fault for fault in check(world.observed, outcome) if fault.kind != "unexpected"]
+    views["faults"] = [fault for fault in check(world.observed, outcome) if fault.kind != "unexpected"]
     # Rows of this run have different numbers each time: the offsets of groups are a row, once a second.
-    found["settled"] = sorted(min(seq, new_seq) for seq in outcome.settled)
+    views["settled"] = sorted(min(seq, new_seq) for seq in outcome.settled)
     if world.failure is not None:
         raise world.failure  # it would have ended the process
     await world.stop()
-    return found
+    return views
 
 
 def known(world: World) -> Look:
-    """Return what the broker itself knows after a start."""
+    """Return the state of the broker itself after a start."""
     broker = world.broker
     adds = DeltaTable(world.broker.pending_table.catalog.uri).get_add_actions(flatten=True)
     # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.
@@ -194,19 +200,24 @@ def known(world: World) -> Look:
         job: epoch for job, epoch in world.broker.attach_state.epochs.items() if job != compact.REWRITE_JOB_ID
     }
     return {
-        "topics": [(t.name, t.config, t.filter_type, t.perm) for t in world.broker.tables.topics.all()],
+        "topics": [
+            (topic.name, topic.config, topic.filter_type, topic.perm) for topic in world.broker.tables.topics.all()
+        ],
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},
         "groups": world.broker.tables.groups.all(),
-        "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
+        "offsets": {
+            (group, topic): broker.offsets(group, topic)
+            for group in (GROUP, POPS, RECEIVES) for topic in broker.topics()
+        },
         "modes": world.broker.tables.request_modes.get("a", POPS),
         "secret": world.broker.tables.receipt_secret.get() if world.broker.tables.receipt_secret.is_made else None,
         "held": [held(queue, broker.clock) for queue in broker.consuming.leases.all() if not queue.is_idle],
         "redeliveries": broker.redeliveries.counts(),
-        "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
+        "campaigns": [broker.campaigns(listed.campaign)[0] for listed in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
         "ledger": (epochs, world.broker.attach_state.reserved, world.broker.attach_state.attach_seq),
         "files": sorted(str(entry) for entry in world.broker.scheduling.hour_log.pending.live_entries()),
-        "delta": sorted(str({**a, "modification_time": 0}) for a in pa.table(adds).to_pylist()),
+        "delta": sorted(str({**add, "modification_time": 0}) for add in pa.table(adds).to_pylist()),
     }  # fmt: skip
 
 
@@ -214,6 +225,7 @@ def held(queue: QueueLeases, clock: SchedulerClock) -> Look:
     """Return the leases of one group in one queue, with their deadlines as times of the wall clock."""
 
     def positions(leases: dict[int, Lease]) -> dict[int, Lease]:
+        """Return leases by offset, with deadlines of the wall clock."""
         return {
             offset: msgspec.structs.replace(lease, deadline_ms=clock.as_wall(lease.deadline_ms))
             for offset, lease in sorted(leases.items())

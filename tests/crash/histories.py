@@ -1,8 +1,8 @@
 """Histories of messages, recorded at real brokers under faults, and checked by Porcupine (tests/crash/porcupine).
 
-Each message is an object with the operations send, cancel, reschedule, look-up and release. Clients note when each call
-began and ended, in nanoseconds since 1970, and its answer. A call without a clear answer is "unknown". A release is a
-row of a queue: it takes effect after the row's `store_ms`, and before the row was read.
+Each message is an object with the operations send, cancel, reschedule, look-up and release. Clients record when each
+call began and ended, in nanoseconds since 1970, and its answer. A call without a clear answer is "unknown". A release
+is a row of a queue: it takes effect after the row's `store_ms`, and before the row was read.
 
 Clients speak HTTP by Python's own library, because a client of Timeball repeats calls: a repeated cancel is another
 operation.
@@ -61,7 +61,7 @@ class History:
 
 
 class Client:
-    """One connection. It notes each call, also one that has failed."""
+    """One connection, which records each call, also a failed one."""
 
     def __init__(
         self, history: History, addresses: Callable[[], list[Address]], name: str, seed: int
@@ -112,11 +112,13 @@ class Client:
             self._connection = None
 
     def _due_ms(self) -> int:
+        """Draw a due time."""
         return time.time_ns() // 1_000_000 + self._random.randint(*AHEAD_MS)
 
     def _call(
         self, message: str, kind: str, method: str, path: str, body: dict[str, Any] | None, due_ms: int = 0
     ) -> str:
+        """Send the request of an operation, and record it. Returns its outcome."""
         if not self._connect():
             return NOT_SENT
         if kind == "send":
@@ -124,13 +126,13 @@ class Client:
             self._history.messages.append(message)
         call_ns = time.time_ns()
         try:
-            outcome, found_due_ms = outcome_of(kind, *self._ask(method, path, body))
+            outcome, answered_due_ms = outcome_of(kind, *self._ask(method, path, body))
         except (OSError, http.client.HTTPException, ValueError):
             self.close()
-            outcome, found_due_ms = UNKNOWN, 0
+            outcome, answered_due_ms = UNKNOWN, 0
         if outcome == NOT_SENT:
             return outcome
-        op = Op(message, kind, outcome, call_ns, time.time_ns(), found_due_ms or due_ms)
+        op = Op(message, kind, outcome, call_ns, time.time_ns(), answered_due_ms or due_ms)
         self._history.ops.append(op)
         if outcome == UNKNOWN and kind != "look-up":
             # Each of them may take effect at any later time, so the orders to try double with each.
@@ -139,7 +141,7 @@ class Client:
         return outcome
 
     def _connect(self) -> bool:
-        """Return whether there is a connection. Without one, nothing is sent."""
+        """Connect if there is no connection. Returns whether there is one: without it, nothing is sent."""
         if self._connection is None:
             host, port = self._random.choice(self._addresses())
             connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
@@ -151,6 +153,7 @@ class Client:
         return True
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        """Send a request. Returns the status and the JSON of its answer."""
         assert self._connection is not None
         content = None if body is None else json.dumps(body)
         self._connection.request(method, path, content, {"content-type": "application/json"})
@@ -233,14 +236,14 @@ class Recording:
 
 def releases(ball: Timeball) -> list[Op]:
     """Return an operation for each row of the queues."""
-    found = []
+    ops = []
     for queue, span in ball.queues(TOPIC).items():
         low = span.min
         while low < span.max:
             rows = ball.read_queue(TOPIC, queue, low, 5_000).read_all()
             read_ns = time.time_ns()
             assert rows.num_rows
-            found += [
+            ops += [
                 Op(
                     row["unique_key"],
                     "release",
@@ -253,7 +256,7 @@ def releases(ball: Timeball) -> list[Op]:
                 for row in rows.select(["unique_key", "due_ms", "store_ms"]).to_pylist()
             ]
             low += rows.num_rows
-    return found
+    return ops
 
 
 # ---- the checker ----------------------------------------------------------------------------------------------
@@ -264,6 +267,7 @@ def checker() -> Path:
     inputs = [HERE / name for name in ("go.mod", "go.sum", "main.go")]
 
     def make(folder: Path) -> None:
+        """Compile into a folder."""
         go = ["go", "-C", str(HERE)]
         fetch([*go, "mod", "download"])
         run([*go, "build", "-buildvcs=false", "-o", str(folder / "porcupine"), "."])
@@ -271,8 +275,8 @@ def checker() -> Path:
     try:
         tool("go", "golang-go")
         return kept("porcupine", inputs, make) / "porcupine"
-    except Missing as why:
-        pytest.skip(f"Porcupine: {why}")
+    except Missing as error:
+        pytest.skip(f"Porcupine: {error}")
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,7 @@ class Judgement:
 
     @property
     def wrong(self) -> int:
-        """How many messages have a history without an order."""
+        """The number of messages whose history has no order."""
         return self.counts["wrong"]
 
 
@@ -294,13 +298,13 @@ def judge(ops: Iterable[Op], folder: Path) -> Judgement:
     with path.open("w") as file:
         file.writelines(json.dumps(op._asdict()) + "\n" for op in ops)
     with path.open() as file:
-        done = subprocess.run([checker()], stdin=file, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    *lines, counts = done.stdout.splitlines()
+        result = subprocess.run([checker()], stdin=file, capture_output=True, text=True, check=False)
+    assert result.returncode in (0, 1), result.stderr
+    *lines, counts = result.stdout.splitlines()
     return Judgement(Counter(json.loads(counts)), "\n".join(lines[:60]))
 
 
 def make_topic(ball: Timeball) -> None:
     """Create the topic of the messages."""
-    with suppress(Exception):  # it may be there
+    with suppress(Exception):  # it may exist
         ball.create_topic(TOPIC, QUEUES)

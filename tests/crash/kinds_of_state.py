@@ -87,7 +87,7 @@ def campaign(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
                 judge(siege, keys, SELECTED)
         elif action == "pause":
             for one in sent:
-                one.is_at_least = True  # held beyond its due time, it is due at the resume
+                one.is_at_least = True  # if it is held beyond its due time, it is due at the resume
             broker.change_campaign(name, "pause")
             siege.note("campaigns")
             broker.change_campaign(name, "resume")
@@ -111,7 +111,7 @@ def select(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> No
 
 
 def in_time(sent: list[Sent]) -> bool:
-    """Return whether all were still pending when the request was answered: none was near its due time."""
+    """Check whether all were still pending when the request was answered: none was near its due time."""
     return CLOCK.wall_ms() < min(one.due_ms or 0 for one in sent) - SELECTED_AFTER_MS + SELECTED_BEFORE_MS
 
 
@@ -157,7 +157,7 @@ def move(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> 
 def hold(siege: StatefulSiege, ball: Timeball, sent: list[Sent], where: str) -> None:
     """Pause the messages by a selection, and resume them by another."""
     for one in sent:
-        one.is_at_least = True  # held beyond its due time, it is due at the resume
+        one.is_at_least = True  # if it is held beyond its due time, it is due at the resume
     ball.selections.pause(where, topics=["batches"])
     siege.note("selections")
     ball.selections.resume(where, topics=["batches"])
@@ -176,12 +176,12 @@ ACTIONS: list[Callable[[StatefulSiege, Timeball, list[Sent], str], None]] = [
 
 def send_again(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
     """Send with an idempotency key: a new one, or an earlier one again, whose answer may be lost or long past."""
-    known = siege.keyed
-    if known and rng.random() < 0.5:
-        one = known[int(rng.integers(len(known)))]
+    keyed = siege.keyed
+    if keyed and rng.random() < 0.5:
+        one = keyed[int(rng.integers(len(keyed)))]
     else:
         (one,) = siege.ask("keyed", [some_due(rng)])
-        known.append(one)
+        keyed.append(one)
     ball.send(one.topic, one.body, at=one.due_ms, message_id=one.key, retry=True)
     one.acked = True
     siege.note("idempotency keys")
@@ -193,7 +193,7 @@ def replace(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> N
     (one,) = siege.ask("unique", [CLOCK.wall_ms() + int(rng.choice((NEAR_MS, *FAR_MS)))])
     # The last message with an answer, and all later ones: one of them may be pending.
     former = siege.unique.setdefault(unique_key, [])
-    earlier = [each.key for each in former]
+    earlier = [sent.key for sent in former]
     siege.observed.cancel_asked.update(earlier)
     former.append(one)
     receipt = ball.send(
@@ -228,10 +228,10 @@ def transact(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
     siege.note("transactions")
 
 
-def end_a_half(siege: StatefulSiege, wire: Wire, at: int) -> None:
-    """Commit or roll back the half message `siege.halves[at]`. A repeated call makes the same decision again."""
-    life, (one, seq) = siege.leases.life, siege.halves[at]
-    commits, again = int(one.key[1:]) % 3 > 0, one.key in siege.ends_asked
+def end_a_half(siege: StatefulSiege, wire: Wire, index: int) -> None:
+    """Commit or roll back the half message `siege.halves[index]`. A repeated call makes the same decision again."""
+    life, (one, seq) = siege.leases.life, siege.halves[index]
+    commits, is_repeated = int(one.key[1:]) % 3 > 0, one.key in siege.ends_asked
     siege.ends_asked.add(one.key)
     if not commits:
         siege.observed.cancel_asked.add(one.key)
@@ -241,16 +241,16 @@ def end_a_half(siege: StatefulSiege, wire: Wire, at: int) -> None:
         transactionId=one.key,
     )  # fmt: skip
     if answer.code == ResponseCode.SUCCESS:
-        del siege.halves[at]
+        del siege.halves[index]
         if commits:
             one.acked = True
         else:
             judge(siege, [one.key], "cancelled")
     elif siege.leases.life == life:
         siege.found.append(
-            Fault("lost", f"half message {one.key} ({'again' if again else 'first'}): {answer.remark}")
+            Fault("lost", f"half message {one.key} ({'again' if is_repeated else 'first'}): {answer.remark}")
         )
-        del siege.halves[at]
+        del siege.halves[index]
 
 
 def schedule(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
@@ -282,7 +282,7 @@ def schedule(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> 
 
 @dataclass
 class Leases:
-    """What a consumer knows. With `save_ms`, leases and acknowledgements may be lost for so long after an answer."""
+    """The knowledge of a consumer. Within `save_ms` after an answer, leases and acknowledgements may be lost."""
 
     save_ms: int
     known: Known = field(default_factory=Known)
@@ -364,7 +364,7 @@ def bury(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None
 
 
 class Pushes:
-    """A receiver in a process of its own, which refuses some requests, and what was pushed to it."""
+    """A receiver in a process of its own, which refuses some requests, and the record of its requests."""
 
     def __init__(self, folder: Path) -> None:
         self.record, self._path = Record(), folder / "pushed"
@@ -393,11 +393,11 @@ class Pushes:
 
     def put(self, client: Client, name: str, topic: str, in_flight_max: int) -> dict[str, str]:
         """Create or change a subscription."""
-        wanted = {
+        subscription = {
             "topic": topic, "group": name, "url": f"http://127.0.0.1:{self._port}/", "timeout": "5s",
             "in_flight_max": in_flight_max,
         }  # fmt: skip
-        reply = client.ask("PUT", f"/v1/subscriptions/{name}", wanted)
+        reply = client.ask("PUT", f"/v1/subscriptions/{name}", subscription)
         if reply.status >= 500:
             raise Unavailable(str(reply.value))
         assert reply.status in (200, 201), reply
@@ -408,12 +408,12 @@ class Pushes:
         """Wait until each message was granted or is a dead letter. `sent`: those that may have been sent."""
         topic = DLQ_PREFIX + PUSHERS
 
-        def over() -> bool:
+        def is_over() -> bool:
             self.record.read(self._path)
             self.record.dead = [row.key for row in rows_of(ball, topic)] if topic in ball.topics() else []
             return not self.record.open()
 
-        eventually(over, "each message is pushed")
+        eventually(is_over, "each message is pushed")
         self.record.sent |= self.record.grants.keys() & sent
         return [Fault("push", text) for text in self.record.faults()]
 
@@ -434,7 +434,7 @@ def http(siege: Siege) -> Iterator[Client]:
 
 
 def push(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None:
-    """A message for the receiver, and a change of another subscription."""
+    """Send a message for the receiver, and change another subscription."""
     pushes = siege.pushes
     now_ms = CLOCK.wall_ms()
     (one,) = siege.ask("pushed", [None if rng.random() < 0.5 else now_ms + int(rng.integers(NEAR_MS))])
@@ -442,7 +442,7 @@ def push(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None
     one.acked = True
     pushes.record.sent.add(one.key)
     siege.note("push subscriptions")
-    wanted = int(rng.integers(2, 1_000))
+    in_flight_max = int(rng.integers(2, 1_000))
     with http(siege) as client:
         reply = client.ask("GET", "/v1/subscriptions/changing")
         if reply.status == 404 or (
@@ -450,9 +450,9 @@ def push(siege: StatefulSiege, ball: Timeball, rng: np.random.Generator) -> None
         ):
             text = f"subscription: {reply.value}, asked for {pushes.in_flight_max}"
             siege.found.append(Fault("lost", text))
-        pushes.in_flight_max.add(wanted)
-        pushes.put(client, "changing", "none", wanted)
-        pushes.in_flight_max = {wanted}
+        pushes.in_flight_max.add(in_flight_max)
+        pushes.put(client, "changing", "none", in_flight_max)
+        pushes.in_flight_max = {in_flight_max}
     siege.note("push subscriptions")
 
 
@@ -532,19 +532,19 @@ class StatefulSiege(Siege):
             raise Unavailable(str(error)) from error
 
     def faults(self, schedule: str = "hour_log") -> list[Fault]:
-        """Ask the broker for what the total-queue checker cannot see, and compare the rest."""
+        """Compare leases and pushes, which the total-queue checker does not see, and then the rest with it."""
         self.end_clients()
         with self.broker.client(timeout_ms=BOUND_S * 1_000) as ball:
-            self._let_go(ball)
+            self._resume_all(ball)
             self.found += self._lease_faults(ball) + self.pushes.faults(ball, {*self.observed.sent})
         return [*self.found, *super().faults(schedule)]
 
-    def _let_go(self, ball: Timeball) -> None:
+    def _resume_all(self, ball: Timeball) -> None:
         """Resume all that a client has paused before its next answer was lost."""
         with Endpoint(self.broker.endpoint) as broker:
-            for each in broker.campaigns():
-                if each.state == "paused":
-                    broker.change_campaign(each.campaign, "resume")
+            for campaign_state in broker.campaigns():
+                if campaign_state.state == "paused":
+                    broker.change_campaign(campaign_state.campaign, "resume")
         ball.selections.resume("TRUE")
 
     def save_leases(self, ball: Timeball) -> None:
@@ -557,6 +557,7 @@ class StatefulSiege(Siege):
         self.leases.save(life)
 
     def _lease_faults(self, ball: Timeball) -> list[Fault]:
+        """Compare the leases and acknowledgements with the messages that are received now."""
         sent = self.observed.sent
         before = {one.body.decode() for one in sent.values() if one.topic == HELD_TOPIC and one.acked}
         after: Counter[str] = Counter()
@@ -567,7 +568,7 @@ class StatefulSiege(Siege):
 
 
 def is_without_disk(error: Exception) -> bool:
-    """Return whether this is a broker's error for a failed disk."""
+    """Check whether this is a broker's error for a failed disk."""
     return isinstance(error, TimeballError) and error.code in FAILED_DISK
 
 

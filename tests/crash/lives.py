@@ -61,8 +61,8 @@ def live(name: str, crash_at: int | None = None, *, durability: str = "sync", **
             await step(world)
 
     run(until_cut(world, files, steps))
-    at = "{} {}".format(*files.trace[-1])
-    return Cut(name, files, world.observed, clock, f"call {files.calls} ({at})", settings)
+    last_call = "{} {}".format(*files.trace[-1])
+    return Cut(name, files, world.observed, clock, f"call {files.calls} ({last_call})", settings)
 
 
 async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[None]]) -> None:
@@ -78,7 +78,7 @@ async def until_cut(world: World, files: CutFiles, main: Callable[[], Awaitable[
     task = asyncio.ensure_future(main())
     await asyncio.wait([task, power_is_cut], return_when=asyncio.FIRST_COMPLETED, timeout=2 * BOUND_S)
     is_cut, files.on_cut = power_is_cut.done(), None
-    assert is_cut or task.done(), "hung without a cut"
+    assert is_cut or task.done(), "it hangs without a cut"
     await world.abandon()
     if is_cut:
         return
@@ -95,10 +95,10 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
 
     async def main() -> list[Fault]:
         world = cut.world(image)
-        found = await end_of_days(world)
+        faults = await end_of_days(world)
         # Acknowledgements of the recovery itself must survive a second cut that keeps no unsynced data.
-        again = World(image.crash(survival="nothing"), world.clock, world.observed, **cut.settings)
-        return found or await end_of_days(again)
+        second = World(image.crash(survival="nothing"), world.clock, world.observed, **cut.settings)
+        return faults or await end_of_days(second)
 
     try:
         return run(main())
@@ -112,7 +112,7 @@ def faults_after(cut: Cut, image: CrashFiles) -> list[Fault]:
 async def end_of_days(world: World) -> list[Fault]:
     """Start, read all queues, let everything become due, read again, stop, and return the faults.
 
-    The first reading is there to notice a message that a restart makes visible too early.
+    The first reading notices a message that a restart makes visible too early.
     """
     await world.start()
     try:
@@ -130,7 +130,7 @@ async def end_of_days(world: World) -> list[Fault]:
     return check(world.observed, outcome)
 
 
-def report(cut: Cut, seed: int, survival: Survival, found: list[Fault]) -> str:
+def report(cut: Cut, seed: int, survival: Survival, faults: list[Fault]) -> str:
     """Return the first five faults, with the arguments for `faults_after` that reproduce them."""
-    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:5])
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in faults[:5])
     return f"{cut.scenario}, {cut.at}, image seed={seed} survival={survival!r}:\n  {lines}"

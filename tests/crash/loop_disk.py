@@ -23,7 +23,7 @@ import pytest
 from tests.bounds import BOUND_S
 
 GOING_DOWN = 0x8004587D  # XFS_IOC_GOINGDOWN and EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32)
-NO_LOG_FLUSH = struct.pack("I", 2)  # also what waits for the journal is dropped
+NO_LOG_FLUSH = struct.pack("I", 2)  # also drops data that waits for the journal
 SIZE_BYTES = 320 << 20  # an XFS has at least 300 MB; the file has holes
 MAKE = {
     "ext4": ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
@@ -58,8 +58,8 @@ class LoopDisk:
             self.remove()
             reason = getattr(error, "stderr", None) or str(error)
             pytest.skip(f"loop disks: {reason.strip().splitlines()[-1]}")
-        for found in self.folder.glob("lost+found"):
-            found.rmdir()  # no data folder of Timeball has such a name
+        for folder in self.folder.glob("lost+found"):
+            folder.rmdir()  # no data folder of Timeball has such a name
         _run("sync", str(self.folder))
 
     def cut(self) -> None:
@@ -81,7 +81,7 @@ class LoopDisk:
         raise AssertionError(f"{self.folder} is in use {BOUND_S} s after its power was cut")
 
     def remove(self) -> None:
-        """Unmount and detach, whatever has happened before."""
+        """Unmount and detach, in any state of the disk."""
         if not self._unmount():
             self._unmount("--lazy")
         if self._is_shared:
@@ -93,16 +93,17 @@ class LoopDisk:
         self._image.unlink(missing_ok=True)
 
     def _mount(self) -> None:
+        """Mount the device, and check that the folder is on it."""
         _run("mount", self._device, str(self.folder))
         self._is_mounted = True
         if os.stat(self.folder).st_dev != os.stat(self._device).st_rdev:
-            # Seen rarely beside other tests that mount, and not explained: name what covers the folder.
+            # Seen rarely beside other tests that mount, and not explained: name the mount that covers the folder.
             lines = Path("/proc/self/mountinfo").read_text().splitlines()
-            found = [line for line in lines if str(self.folder) in line or self._device in line]
-            raise AssertionError(f"{self.folder} is not on {self._device} after the mount: {found}")
+            mounts = [line for line in lines if str(self.folder) in line or self._device in line]
+            raise AssertionError(f"{self.folder} is not on {self._device} after the mount: {mounts}")
 
     def _is_free(self) -> bool:
-        """Return whether no mount uses the device, in any namespace."""
+        """Check whether no mount uses the device, in any namespace."""
         try:
             os.close(os.open(self._device, os.O_RDONLY | os.O_EXCL))
         except OSError:
@@ -110,10 +111,10 @@ class LoopDisk:
         return True
 
     def _unmount(self, *options: str) -> bool:
-        """Return whether it is unmounted now. By the device: a path on an XFS without power is an error."""
+        """Unmount by the device: a path on an XFS without power is an error. Returns whether it is unmounted now."""
         if self._is_mounted:
-            done = subprocess.run(["umount", *options, self._device], capture_output=True, check=False)
-            self._is_mounted = done.returncode != 0
+            result = subprocess.run(["umount", *options, self._device], capture_output=True, check=False)
+            self._is_mounted = result.returncode != 0
         return not self._is_mounted
 
 

@@ -50,7 +50,7 @@ MOVES: list[Step] = [
     lambda w: w.stop(),
 ]
 
-# As above where a keeper rolls, or hops, what it keeps.
+# As above, with a strategy that rolls messages, or moves them by hops.
 KEPT: list[Step] = [
     lambda w: w.start(),
     lambda w: w.send("a", [500, 5 * SECOND_MS, 40 * SECOND_MS, 3 * MINUTE_MS, 2 * HOUR_MS]),  # k0 to k4

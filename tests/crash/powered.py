@@ -70,8 +70,8 @@ class PowerSiege(StatefulSiege):
         """Cut the power after some more events of a kind, and start again."""
         count, moment_s = int(self._rng.integers(MORE_EVENTS_MAX + 1)), float(self._rng.uniform(0, MOMENT_S))
         self.moments.append(f"{count} more of {kind}, and {moment_s:.3f} s")
-        wanted = self.counts[kind] + count
-        self.until(lambda: self.counts[kind] >= wanted, self.moments[-1])
+        target = self.counts[kind] + count
+        self.until(lambda: self.counts[kind] >= target, self.moments[-1])
         threading.Event().wait(moment_s)
         self.strike()
         self.cuts[kind] += 1

@@ -1,6 +1,6 @@
 """Short runs of a broker that together use every call to the disk.
 
-A scenario is a list of steps, so that a test may go on behind a step that was refused. Delays are in
+A scenario is a list of steps, so that a test may continue after a step that was refused. Delays are in
 milliseconds from the moment of the step.
 """
 
@@ -129,6 +129,7 @@ CAMPAIGN: Scenario = [
 
 
 def keys(*numbers: int) -> list[str]:
+    """Return the keys with these numbers."""
     return [f"k{number:05d}" for number in numbers]
 
 

@@ -1,7 +1,7 @@
-"""A broker process that is killed again and again, its clients, and the answers that they received.
+"""A broker process that is killed repeatedly, its clients, and the answers that they received.
 
 The broker is `timeball serve` with real files, and the clients are threads with real connections that never
-stop: when the broker dies they get `Unavailable`, and continue. `Observed` holds only
+stop: when the broker dies they get `Unavailable`, and continue. `Observed` has only
 answers. A kill waits for a number of events of one kind, drawn from a seed, so that
 it hits the other threads in the middle of their work.
 
@@ -94,14 +94,14 @@ class BrokerProcess:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a process. It has been ready."""
+        """Check whether a process was started and not killed."""
         return self._process is not None
 
     def start(self, give_up_ms: float = BOUND_S * 1_000) -> bool:
         """Start the process. Return whether it was ready before `give_up_ms` had passed."""
         begin_ns = CLOCK.monotonic_ns()
-        where = ("--data", str(self.data), "--port", str(self._port))
-        where += (
+        arguments = ("--data", str(self.data), "--port", str(self._port))
+        arguments += (
             "--remoting-port",
             str(self._remoting_port),
             "--name-server-port",
@@ -109,8 +109,8 @@ class BrokerProcess:
             "--grpc-port",
             "-1",
         )
-        where += ("--http-port", str(self._http_port))
-        command = [*self._program, "serve", "--json", *where, *self._options]
+        arguments += ("--http-port", str(self._http_port))
+        command = [*self._program, "serve", "--json", *arguments, *self._options]
         process = self._process = Running(command=command)
         pause = threading.Event()
         while not process.lines:
@@ -123,7 +123,7 @@ class BrokerProcess:
         return True
 
     def client(self, **options: Any) -> Timeball:
-        """A client with columns."""
+        """Return a client over HTTP and Flight."""
         return Timeball(f"http://127.0.0.1:{self._http_port}", flight=self.endpoint, **options)
 
     @property
@@ -134,7 +134,7 @@ class BrokerProcess:
 
     @property
     def remoting_port(self) -> int:
-        """The address for RocketMQ clients."""
+        """The port for RocketMQ clients."""
         return self._remoting_port
 
     @property
@@ -143,14 +143,14 @@ class BrokerProcess:
         return self._http_port
 
     def kill(self) -> None:
-        """SIGKILL, without a request to the process. An earlier end for another reason is a failure."""
+        """End the process with SIGKILL. An earlier end for another reason is a failure."""
         assert self._process is not None
         process, self._process = self._process, None
         code = process.end(signal.SIGKILL)
         assert code == -signal.SIGKILL, f"ended with {code} before it was killed: {process.errors}"
 
     def clear(self) -> None:
-        """End every process, whatever happened."""
+        """End the process if it runs."""
         if self._process is not None:
             self._process.end(signal.SIGKILL)
 
@@ -233,8 +233,8 @@ class Siege:
         event = str(self._rng.choice(events))
         count = int(self._rng.integers(0, self.MOMENTS[event] + 1))
         self.moments.append(f"{count} more {event}")
-        wanted = self.counts[event] + count
-        self.until(lambda: self.counts[event] >= wanted, self.moments[-1])
+        target = self.counts[event] + count
+        self.until(lambda: self.counts[event] >= target, self.moments[-1])
         self.strike()
 
     def strike(self) -> None:
@@ -260,13 +260,13 @@ class Siege:
         if self._broken:
             raise self._broken[0]
 
-    def until(self, true: Callable[[], object], what: str) -> None:
+    def until(self, condition: Callable[[], object], description: str) -> None:
         """Wait for an effect of the clients. A client that has failed has none."""
         with self._changed:
-            self._changed.wait_for(lambda: true() or self._broken, BOUND_S)
+            self._changed.wait_for(lambda: condition() or self._broken, BOUND_S)
             if self._broken:
                 raise self._broken[0]
-            assert true(), f"did not happen in {BOUND_S} s: {what} ({self})"
+            assert condition(), f"did not happen in {BOUND_S} s: {description} ({self})"
 
     def faults(self, schedule: str = "hour_log") -> list[Fault]:
         """Kill once more, let everything become due, compare. `schedule` is the strategy of the last start."""
@@ -298,28 +298,30 @@ class Siege:
         )
 
     def _part_of_a_start_ms(self) -> float:
+        """Draw a part of the usual time of a start."""
         return float(self._rng.uniform(0.3, 1.0)) * float(np.median(self.broker.starts_ms))
 
     def _note_saved_offsets(self) -> None:
         """Record the offsets of GROUP in the log of the stopped broker: a later start must not lose them."""
         folder = FolderDump(RealFiles(self.broker.data))
         rows = [
-            f.rows
+            item.rows
             for segment in folder.segments
-            for f in folder.walk(segment)
-            if isinstance(f, InspectedFrame)
+            for item in folder.walk(segment)
+            if isinstance(item, InspectedFrame)
         ]
         for key, value in itertools.chain.from_iterable(map(pairs_of, rows)):
-            of, _, topic = (key or "").removeprefix("offsets/").partition("@")
-            if of == GROUP and (key or "").startswith("offsets/") and topic:
-                mine = self.observed.saved_offsets.setdefault((of, topic), {})
+            group, _, topic = (key or "").removeprefix("offsets/").partition("@")
+            if group == GROUP and (key or "").startswith("offsets/") and topic:
+                offsets = self.observed.saved_offsets.setdefault((group, topic), {})
                 for queue, offset in json.loads(value).items():
                     # Not below an earlier life's: that would be a step back.
-                    mine[int(queue)] = max(mine.get(int(queue), 0), offset)
+                    offsets[int(queue)] = max(offsets.get(int(queue), 0), offset)
 
-    # -- what clients use -------------------------------------------------------------------------------------
+    # -- for clients -------------------------------------------------------------------------------------------
 
     def _work(self, step: Step, number: int) -> None:
+        """Repeat a step until the end."""
         rng, pause = np.random.default_rng([self.seed, number]), threading.Event()
         try:
             with self.broker.client(timeout_ms=BOUND_S * 1_000) as ball:
@@ -331,27 +333,28 @@ class Siege:
                         if not self.is_lost(error):
                             raise
                         self.note("unavailable")
-                        pause.wait(0.005)  # the broker is gone, and `_up` does not say so yet
+                        pause.wait(0.005)  # the broker is killed, and `_up` is not cleared yet
                     self._over.wait(self._pause_s)
         except BaseException as error:
             self._broken.append(error)
             self.note("broken")
 
     def is_lost(self, error: Exception) -> bool:
-        """Return whether a call that raised this error has no answer, so that both outcomes are possible."""
+        """Check whether a call that raised this error has no answer, so that both outcomes are possible."""
         return isinstance(error, (Unavailable, OSError, EOFError))
 
     def note(self, event: str, count: int = 1) -> None:
+        """Count events, and wake those who wait for them."""
         with self._changed:
             self.counts[event] += count
             self._changed.notify_all()
 
     def sends(self, count: int) -> None:
         """Wait for `count` further acknowledgements, or for the end."""
-        wanted = self.counts["acknowledged"] + count
+        target = self.counts["acknowledged"] + count
         with self._changed:
             self._changed.wait_for(
-                lambda: self.counts["acknowledged"] >= wanted or self._over.is_set() or self._broken, BOUND_S
+                lambda: self.counts["acknowledged"] >= target or self._over.is_set() or self._broken, BOUND_S
             )
 
     def ask(self, topic: str, dues_ms: list[int | None]) -> list[Sent]:
@@ -359,12 +362,12 @@ class Siege:
         with self._changed:
             numbers = range(self._keys, self._keys + len(dues_ms))
             self._keys += len(dues_ms)
-            asked = [
+            sent = [
                 Sent(f"k{number:07d}", topic, b"body %d " % number * 5, due)
                 for number, due in zip(numbers, dues_ms, strict=True)
             ]
-            self.observed.sent.update({one.key: one for one in asked})
-        return asked
+            self.observed.sent.update({one.key: one for one in sent})
+        return sent
 
     def ended(self, sent: list[Sent], acked: bool) -> None:
         """Record that a send has ended, and whether it was acknowledged. The messages may be cancelled from now on."""
@@ -378,10 +381,10 @@ class Siege:
     def some_promised(self, rng: np.random.Generator) -> list[str]:
         """Return up to five keys of scheduled messages, half of the time of the newest 40, which may be due now."""
         with self._changed:
-            known = len(self._promised)
-            first = max(0, known - 40) if rng.random() < 0.5 else 0
-            picks = rng.integers(first, max(first + 1, known), int(rng.integers(1, 6)))
-            return sorted({self._promised[i] for i in picks if i < known})
+            count = len(self._promised)
+            first = max(0, count - 40) if rng.random() < 0.5 else 0
+            picks = rng.integers(first, max(first + 1, count), int(rng.integers(1, 6)))
+            return sorted({self._promised[index] for index in picks if index < count})
 
     def see(self, batch: pa.RecordBatch) -> None:
         """Record the rows of a pull. A place in a queue whose message has changed since is a fault."""
@@ -411,6 +414,7 @@ def some_due(rng: np.random.Generator) -> int | None:
 
 
 def send_one(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Send a message."""
     (one,) = sent = siege.ask(str(rng.choice(list(TOPICS))), [some_due(rng)])
     acked = False
     try:
@@ -421,6 +425,7 @@ def send_one(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def send_many(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
+    """Send some messages in batches of 20."""
     sent = siege.ask(str(rng.choice(list(TOPICS))), [some_due(rng) for _ in range(int(rng.integers(1, 60)))])
     rows = [
         {"topic": one.topic, "body": one.body, "unique_key": one.key}
@@ -457,11 +462,11 @@ def send_levels(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Cancel some, after some more have been sent: half of everything cancelled would leave little to deliver."""
+    """Cancel some, after some more have been sent: too many cancels would leave little to deliver."""
     siege.sends(3)
-    wanted = siege.some_promised(rng)
-    siege.observed.cancel_asked.update(wanted)
-    for verdict in ball.cancel(ids=wanted):
+    keys = siege.some_promised(rng)
+    siege.observed.cancel_asked.update(keys)
+    for verdict in ball.cancel(ids=keys):
         siege.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
     siege.note("cancelled")
 
@@ -469,10 +474,10 @@ def cancel(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 def reschedule(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
     """Reschedule some, to a time that is still ahead when the broker receives the request."""
     siege.sends(3)
-    wanted, due_ms = siege.some_promised(rng), CLOCK.wall_ms() + NEAR_MS + int(rng.choice((0, *FAR_MS)))
-    for key in wanted:
+    keys, due_ms = siege.some_promised(rng), CLOCK.wall_ms() + NEAR_MS + int(rng.choice((0, *FAR_MS)))
+    for key in keys:
         siege.observed.sent[key].maybe_due.add(due_ms)
-    for verdict in ball.reschedule(ids=wanted, at=due_ms):
+    for verdict in ball.reschedule(ids=keys, at=due_ms):
         siege.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
         if verdict.verdict == "rescheduled":
             assert verdict.due_ms is not None
@@ -481,7 +486,7 @@ def reschedule(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
 
 
 def consume(siege: Siege, ball: Timeball, rng: np.random.Generator) -> None:
-    """Some pulls and commits by a consumer that knows only what the broker has stored."""
+    """Pull and commit as a consumer that knows only the offsets that the broker has stored."""
     with siege.broker.client(timeout_ms=BOUND_S * 1_000) as fresh:
         for _ in range(int(rng.integers(1, 20))):
             topic = str(rng.choice(list(TOPICS)))
@@ -507,17 +512,17 @@ STEPS: tuple[Step, ...] = (send_one, send_many, send_levels, cancel, reschedule,
 
 
 def outcome(ball: Timeball) -> Outcome:
-    """Read everything, over the same interfaces as clients."""
-    found = Outcome()
+    """Read all queues, offsets and the log, over the same interfaces as clients."""
+    result = Outcome()
     for topic in ball.topics():
         if topic.startswith(RETRY_PREFIX):
             continue  # copies for consumers that had not answered: the message stands in its own topic
-        found.offsets[(GROUP, topic)] = ball.offsets(GROUP, topic)
+        result.offsets[(GROUP, topic)] = ball.offsets(GROUP, topic)
         is_dead = topic.startswith(DLQ_PREFIX)
-        into = found.waited if topic == SCHEDULE_TOPIC else found.dead if is_dead else found.rows
+        rows = result.waited if topic == SCHEDULE_TOPIC else result.dead if is_dead else result.rows
         for queue, span in ball.queues(topic).items():
-            found.ranges[(topic, queue)] = (span.min, span.max)
-        into += rows_of(ball, topic)
+            result.ranges[(topic, queue)] = (span.min, span.max)
+        rows += rows_of(ball, topic)
     log: dict[str, Any] = ball.status()["log"]
     kinds = (Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL)
     for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
@@ -525,19 +530,19 @@ def outcome(ball: Timeball) -> Outcome:
         counts = np.asarray(batch.column("due_ms").is_valid())
         counts &= ~np.asarray(pc.starts_with(batch.column("topic"), RETRY_PREFIX).fill_null(False))
         is_scheduled_row = batch.column("kind").to_numpy() == Kind.SCHEDULED
-        found.scheduled_rows.update(batch.column("seq").to_numpy()[is_scheduled_row & counts].tolist())
-        found.settled += batch.column("source_seq").filter(pa.array(~is_scheduled_row)).to_pylist()
-    return found
+        result.scheduled_rows.update(batch.column("seq").to_numpy()[is_scheduled_row & counts].tolist())
+        result.settled += batch.column("source_seq").filter(pa.array(~is_scheduled_row)).to_pylist()
+    return result
 
 
 def rows_of(ball: Timeball, topic: str) -> list[Row]:
     """Read all rows of a topic."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for queue, span in ball.queues(topic).items():
         low = span.min
         while low < span.max:
-            rows = as_rows(ball.read_queue(topic, queue, low, 5_000).read_all())
-            assert rows, f"queue {queue} of {topic} ends at {span.max} and gives nothing at {low}"
-            found += rows
-            low += len(rows)
-    return found
+            part = as_rows(ball.read_queue(topic, queue, low, 5_000).read_all())
+            assert part, f"queue {queue} of {topic} ends at {span.max} and gives nothing at {low}"
+            rows += part
+            low += len(part)
+    return rows

@@ -10,11 +10,11 @@ import os
 from timeball.cli.main import main
 
 
-def look_at(descriptor: int) -> None:
+def check_descriptor(descriptor: int) -> None:
     """Return, or raise for a descriptor that is closed, as a sync would."""
     os.fstat(descriptor)
 
 
 if __name__ == "__main__":
-    os.fsync = os.fdatasync = look_at
+    os.fsync = os.fdatasync = check_descriptor
     main()

@@ -78,14 +78,17 @@ class World:
     # -- life -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        """Start a node on the disk."""
         asyncio.get_running_loop().set_exception_handler(self._hear)
         self.node = Node(self.settings, clock=self.clock, files=self.files, load_bounds=self._load_bounds)
         await self.build(self.node)
 
     async def build(self, node: Node) -> None:
+        """Start this node. Subclasses build it in another way."""
         await node.start(listen=False)
 
     async def stop(self) -> None:
+        """Stop the node in order."""
         assert self.node is not None
         node, self.node = self.node, None
         await node.stop()
@@ -99,8 +102,8 @@ class World:
 
     async def abandon(self) -> None:
         """End the node as a power cut does: cancel its tasks, and wait for its threads."""
-        mine = asyncio.current_task()
-        tasks = [task for task in asyncio.all_tasks() if task is not mine]
+        current = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not current]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,17 +122,19 @@ class World:
 
     @property
     def broker(self) -> Any:
+        """The broker of the running node."""
         assert self.node is not None
         return self.node.broker
 
     # -- requests: the observer records each answer ------------------------------------------------------------
 
     def fresh_keys(self, count: int) -> list[str]:
+        """Return keys that no message has yet."""
         self.keys += count
         return [f"k{number:05d}" for number in range(self.keys - count, self.keys)]
 
     async def send(self, topic: str, delays_ms: Iterable[int | None], body_bytes: int = 20) -> list[str]:
-        """One batch; a delay of None is an ordinary message."""
+        """Send one batch. A delay of None makes an ordinary message. Returns the keys."""
         sent = self._ask(topic, list(delays_ms), body_bytes)
         batch = pa.record_batch(
             {
@@ -146,10 +151,10 @@ class World:
         return [one.key for one in sent]
 
     async def send_levels(self, topic: str, levels: Iterable[int], body_bytes: int = 20) -> list[str]:
-        """One batch of messages with these delay levels."""
-        wanted = list(levels)
+        """Send one batch of messages with these delay levels. Returns the keys."""
+        levels = list(levels)
         durations = self.broker.scheduling.levels.table.durations_ms
-        sent = self._ask(topic, [durations[level - 1] for level in wanted], body_bytes)
+        sent = self._ask(topic, [durations[level - 1] for level in levels], body_bytes)
         batch = pa.record_batch(
             {
                 "topic": [one.topic for one in sent],
@@ -157,7 +162,7 @@ class World:
                 "unique_key": [one.key for one in sent],
                 "tag": ["even" if i % 2 else None for i in range(len(sent))],
                 "properties": [f"UNIQ_KEY\x01{one.key}\x02" for one in sent],
-                "delay_level": pa.array(wanted, pa.int32()),
+                "delay_level": pa.array(levels, pa.int32()),
             }
         )
         await self.broker.send(batch)
@@ -165,24 +170,24 @@ class World:
         return [one.key for one in sent]
 
     async def send_at_once(self, topic: str, batches: Sequence[Sequence[int | None]]) -> None:
-        """Several batches whose commits overlap."""
+        """Send several batches whose commits overlap."""
         await asyncio.gather(*(self.send(topic, batch) for batch in batches))
 
     async def cancel(self, keys: Iterable[str]) -> None:
         """Cancel by ids. From now on the messages may be cancelled, with or without an answer."""
-        wanted = list(keys)
-        self.observed.cancel_asked.update(wanted)
-        for verdict in await self.broker.cancel(ids=wanted):
+        ids = list(keys)
+        self.observed.cancel_asked.update(ids)
+        for verdict in await self.broker.cancel(ids=ids):
             if not self.files.cut:
                 self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
 
     async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
         """Reschedule relative to now. Until the answer is there, the messages may be due at either time."""
-        wanted, due_ms = list(keys), self.clock.wall + delay_ms
-        for key in wanted:
+        ids, due_ms = list(keys), self.clock.wall + delay_ms
+        for key in ids:
             if key in self.observed.sent:
                 self.observed.sent[key].maybe_due.add(max(due_ms, self.clock.wall))
-        for verdict in await self.broker.reschedule(ids=wanted, due_ms=due_ms):
+        for verdict in await self.broker.reschedule(ids=ids, due_ms=due_ms):
             if not self.files.cut:
                 self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
                 if verdict.verdict == "rescheduled":
@@ -203,12 +208,13 @@ class World:
     async def save_offsets(self) -> None:
         """Save the groups' offsets, which a later start must not lose."""
         assert self.node is not None
-        saved = {(GROUP, t): self.broker.offsets(GROUP, t) for t in self.broker.topics()}
+        saved = {(GROUP, topic): self.broker.offsets(GROUP, topic) for topic in self.broker.topics()}
         await self.node.maintenance.save_offsets()
         if not self.files.cut:
             self.observed.saved_offsets.update(saved)
 
     async def create_topic(self, topic: str, queues: int) -> None:
+        """Create a topic."""
         await self.broker.create_topic(topic, queues)
         if not self.files.cut:
             self.observed.topics[topic] = queues
@@ -220,10 +226,12 @@ class World:
         await self.settled()
 
     async def settled(self) -> None:
+        """Wait until all that is due is settled."""
         scheduler = self.broker.scheduling.scheduler
         await self.until(lambda: scheduler.settled_before_ms > self.clock.wall, "all that is due is settled")
 
     async def compact(self) -> None:
+        """Move scheduled messages from the log to the table."""
         await self.broker.compact()
 
     async def merge(self) -> None:
@@ -231,10 +239,12 @@ class World:
         await self.broker.mover.rewrite()
 
     async def checkpoint(self) -> None:
+        """Write a checkpoint."""
         assert self.node is not None
         await self.node.maintenance.checkpoint()
 
     async def apply_retention(self) -> None:
+        """Remove segments and files that are no longer needed."""
         assert self.node is not None
         await self.node.maintenance.apply_retention()
 
@@ -271,11 +281,11 @@ class World:
         self.observed.cancel_asked.update(self.observed.campaigns.get(name, []))
         await self.broker.change_campaign(name, "cancel")
 
-    async def select(self, keys: Iterable[str], **wanted: Any) -> None:
+    async def select(self, keys: Iterable[str], **fields: Any) -> None:
         """Cancel by a selection. `keys`: the messages that it covers."""
         covered = list(keys)
         self.observed.cancel_asked.update(covered)
-        facts = SelectionFacts(seq=0, at_ms=0, **wanted)
+        facts = SelectionFacts(seq=0, at_ms=0, **fields)
         self.selections.append(await self.broker.selections.select(facts, ANONYMOUS))
         if not self.files.cut:
             for key in covered:
@@ -290,10 +300,10 @@ class World:
         if not self.files.cut:
             self.observed.cancel_asked.difference_update(covered)
 
-    async def operate(self, keys: Iterable[str], **wanted: Any) -> None:
+    async def operate(self, keys: Iterable[str], **fields: Any) -> None:
         """Change messages by a selection. `keys`: the messages that it covers."""
         covered = [self.observed.sent[key] for key in keys]
-        facts, now_ms = SelectionFacts(seq=0, at_ms=0, **wanted), self.clock.wall
+        facts, now_ms = SelectionFacts(seq=0, at_ms=0, **fields), self.clock.wall
         overdue = list[Sent]()
         if facts.action in ("resume", "release"):
             overdue = await self._end_hold(covered, facts.action)
@@ -360,26 +370,26 @@ class World:
         if any(facts.action == "pause" for facts in self.broker.selections.all(ANONYMOUS).values()):
             await self.operate(list(self.observed.sent), where="TRUE", action="resume")
         await self.wake()
-        for name in [each.campaign for each in self.broker.campaigns()]:
-            each = self.broker.campaigns(name)[0]
-            keys = self.observed.campaigns.get(each.campaign, [])
-            out = {row.key: row.store_ms for row in (await self.outcome()).rows if row.key in keys}
-            paused_ms = self.observed.paused_ms.get(each.campaign)
+        for name in [campaign.campaign for campaign in self.broker.campaigns()]:
+            campaign = self.broker.campaigns(name)[0]
+            keys = self.observed.campaigns.get(campaign.campaign, [])
+            visible = {row.key: row.store_ms for row in (await self.outcome()).rows if row.key in keys}
+            paused_ms = self.observed.paused_ms.get(campaign.campaign)
             if paused_ms is not None:
                 self.observed.early += [
                     Fault("early", f"{key} became visible at {store_ms}, paused at {paused_ms}")
-                    for key, store_ms in out.items()
+                    for key, store_ms in visible.items()
                     if store_ms > paused_ms
                 ]
-            if each.state == "cancelled":
-                # Without a command: messages that are not visible by now never may be.
-                for key in keys if each.ranges else ():
-                    if key not in out:
+            if campaign.state == "cancelled":
+                # No command is needed: messages that are not visible by now must stay so.
+                for key in keys if campaign.ranges else ():
+                    if key not in visible:
                         self.observed.verdicts.setdefault(key, []).append("already_cancelled")
                 await self.broker.campaign_changes.finish_cancels()
-                assert self.broker.campaigns(each.campaign)[0].held_from_ms is None
-            elif each.held_from_ms is not None:
-                await self.resume(each.campaign, [key for key in keys if key not in out])
+                assert self.broker.campaigns(campaign.campaign)[0].held_from_ms is None
+            elif campaign.held_from_ms is not None:
+                await self.resume(campaign.campaign, [key for key in keys if key not in visible])
 
     async def resume(self, name: str, keys: Iterable[str], *, shift: bool = False) -> int:
         """Resume a campaign. `keys`: its held messages, each due at its own or its new time until the answer."""
@@ -409,7 +419,7 @@ class World:
         )
         await self.broker.attach(attachment)
 
-    # -- in the end ---------------------------------------------------------------------------------------------
+    # -- the final state ---------------------------------------------------------------------------------------------
 
     async def outcome(self) -> Outcome:
         """Read all queues and the whole log."""
@@ -432,17 +442,17 @@ class World:
             outcome.settled += rows.column("source_seq").filter(pa.array(is_settled)).to_pylist()
         return outcome
 
-    async def until(self, true: Callable[[], object], what: str) -> None:
+    async def until(self, condition: Callable[[], object], description: str) -> None:
         """Wait for a condition that other threads bring about. Fails at once if the node has failed."""
         try:
             async with asyncio.timeout(BOUND_S):
-                while not true():
+                while not condition():
                     failure = self.failure
                     if failure is not None:
                         raise failure
                     await asyncio.sleep(0.000_5)
         except TimeoutError:
-            raise AssertionError(f"did not happen in {BOUND_S} s: {what}") from None
+            raise AssertionError(f"did not happen in {BOUND_S} s: {description}") from None
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -457,6 +467,7 @@ class World:
         return sent
 
     def _answered(self, sent: list[Sent]) -> None:
+        """Record that these messages were acknowledged, unless the power was cut."""
         for one in sent:
             one.acked = not self.files.cut
 
@@ -472,6 +483,7 @@ class World:
         return entries
 
     def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Record an exception that only the event loop has seen."""
         if not isinstance(context.get("exception"), PowerCut):
             self.unheard.append(f"{context.get('message')}: {context.get('exception')!r}")
 
@@ -506,7 +518,7 @@ def as_rows(batch: pa.RecordBatch) -> list[Row]:
 
 
 def table_rows(sent: list[Sent], first_seq: int, now_ms: int) -> pa.Table:
-    """Rows of the pending table for a bulk job, numbered in the order given."""
+    """Return rows of the pending table for a bulk job, numbered in the given order."""
     count = len(sent)
     columns: dict[str, Any] = {
         "seq": range(first_seq, first_seq + count),
