@@ -3,13 +3,13 @@
     with attacked_broker(folder, ACCESS_FILE) as broker:
         with steady_stream(broker) as figures:
             ...  # the attack, with harmless and bounded input
-            figures.wait_rounds(50)  # for an attack that runs by itself: at least five seconds of the stream
+            figures.wait_rounds(50)  # while the attack runs by itself: at least five seconds of the stream
         figures.check(peak_mib_max=600)
         print(figures)
 
 The broker is a process of its own with accounts. The clients of the stream send 1,000 messages a second, each due after
-one second: batches over Flight, and one message after the other over HTTP and gRPC. `check` asserts what holds on any
-machine. The lateness depends on the machine's load, so it is printed and not asserted.
+one second: batches over Flight, and one message after the other over HTTP and gRPC. `check` asserts the rules that hold
+on any machine. The lateness depends on the machine's load, so it is printed and not asserted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from timeball.model.message import Kind
 
 TOPIC = "steady"
 DELAY_S = 1
-ROUNDS_PER_S, FLIGHT_ROWS = 10, 98  # and one message over HTTP and one over gRPC: 1,000 a second
+ROUNDS_PER_S, FLIGHT_ROWS = 10, 98  # with one message over HTTP and one over gRPC: 1,000 a second
 
 
 class Peak:
@@ -63,6 +63,7 @@ class Peak:
         self._thread.join()
 
     def _watch(self) -> None:
+        """Read the memory every 5 ms until the end of the block or of the process."""
         while True:
             try:
                 lines = dict(line.split(":", 1) for line in self._path.read_text().splitlines())
@@ -91,19 +92,19 @@ class AttackedBroker:
         return f"Bearer {self.account}:{SECRETS[self.account]}"
 
     def client(self, **options: Any) -> Timeball:
-        """A client of this broker, for operations and columns."""
+        """Return a client of this broker over HTTP and Flight."""
         return Timeball(f"http://{self.http}", flight=self.endpoint, **options)
 
 
 @contextmanager
 def attacked_broker(folder: Path, accounts: str = ACCESS_FILE, *options: str) -> Iterator[AttackedBroker]:
-    """A broker with these accounts, of which "root" must be one; "" for a broker without accounts."""
+    """Run a broker with these accounts, of which "root" must be one, or without accounts ("")."""
     access = ["--access-file", str(access_file(folder, accounts))] if accounts else []
     command = ["serve", "--json", "--port", "0", "--data", str(folder / "data"), *access, *options]
     with running(*command) as process:
         ready = process.wait_line(event="ready")
-        places = ("endpoint", "http", "grpc", "remoting", "name_server")
-        yield AttackedBroker(process, *(ready[place] for place in places))
+        addresses = ("endpoint", "http", "grpc", "remoting", "name_server")
+        yield AttackedBroker(process, *(ready[name] for name in addresses))
 
 
 @dataclass
@@ -125,9 +126,9 @@ class Figures:
 
     def wait_rounds(self, rounds: int) -> None:
         """Return when each client has made `rounds` more calls, at best 10 a second."""
-        wanted = {edge: calls + rounds for edge, calls in self.calls.items()}
+        targets = {edge: calls + rounds for edge, calls in self.calls.items()}
         eventually(
-            lambda: all(self.calls[edge] >= calls for edge, calls in wanted.items()), "the stream goes on"
+            lambda: all(self.calls[edge] >= calls for edge, calls in targets.items()), "the stream continues"
         )
 
     def judge(self, released: Iterable[tuple[str, int, int]]) -> None:
@@ -166,11 +167,11 @@ class _Client(Protocol):
         """Send messages with these ids, each due after DELAY_S."""
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
 
 
 class _Sender:
-    """A thread that sends round by round."""
+    """A thread that sends one round after the other."""
 
     def __init__(self, edge: str, client: _Client, figures: Figures, lock: threading.Lock) -> None:
         self._edge, self._client, self._figures, self._lock = edge, client, figures, lock
@@ -179,25 +180,27 @@ class _Sender:
         self._thread.start()
 
     def end(self) -> None:
+        """Wait for the last call."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
+        """Send round after round, and record the outcome of each."""
         for number in itertools.count():
             ids = [f"{self._edge}-{id(self._figures):x}-{number}-{row}" for row in range(self._client.rows)]
-            begin_s, error = time.perf_counter(), None
+            begin_s, failure = time.perf_counter(), None
             try:
                 self._client.send(ids)
-            except Exception as caught:  # any failure counts
-                error = f"{self._edge}: {type(caught).__name__}: {str(caught)[:200]}"
-            took_s = time.perf_counter() - begin_s
+            except Exception as error:  # any failure counts
+                failure = f"{self._edge}: {type(error).__name__}: {str(error)[:200]}"
+            duration_s = time.perf_counter() - begin_s
             with self._lock:
                 self._figures.calls[self._edge] += 1
-                self._figures.slowest_s = max(self._figures.slowest_s, took_s)
-                (self._figures.sent if error is None else self._figures.unsure).update(ids)
-                if error is not None:
-                    self._figures.failed.append(error)
-            if self._stop.wait(max(0.0, 1 / ROUNDS_PER_S - took_s)):
+                self._figures.slowest_s = max(self._figures.slowest_s, duration_s)
+                (self._figures.sent if failure is None else self._figures.unsure).update(ids)
+                if failure is not None:
+                    self._figures.failed.append(failure)
+            if self._stop.wait(max(0.0, 1 / ROUNDS_PER_S - duration_s)):
                 return
 
 
@@ -259,11 +262,11 @@ class _FlightClient:
         self._ball = ball
 
     def send(self, ids: list[str]) -> None:
-        rows = [{"topic": TOPIC, "body": b"tick", "unique_key": one, "after": f"{DELAY_S}s"} for one in ids]
+        rows = [{"topic": TOPIC, "body": b"tick", "unique_key": key, "after": f"{DELAY_S}s"} for key in ids]
         self._ball.send_many(rows)
 
     def close(self) -> None:
-        """The connection is the caller's."""
+        """Do nothing: the connection is the caller's."""
 
 
 class _HttpClient:

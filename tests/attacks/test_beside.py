@@ -1,4 +1,4 @@
-"""The harness of attacks: it counts honestly, and finds faults that are made on purpose."""
+"""The harness of attacks: it counts correctly, and finds faults that are made on purpose."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.attacks.beside import Figures, attacked_broker, steady_stream
 
 
 def figures_of(*released: tuple[str, int, int]) -> Figures:
+    """Return the figures of two sent messages and these releases."""
     figures = Figures(sent={"a", "b"}, peak_mib=100)
     figures.judge(released)
     return figures

@@ -1,6 +1,6 @@
 """Known HTTP/2 floods from clients without an account, beside a steady stream whose calls must not fail.
 
-Each flood is a sequence of frames with an end, sent again and again over new connections while the stream goes on. The
+Each flood is a sequence of frames with an end, sent repeatedly over new connections while the stream continues. The
 bounds that stop them are those of src/timeball/edges/http2/connection.py.
 """
 
@@ -27,63 +27,72 @@ ATTACKERS = 2
 FRAMES = 6_000  # of one kind over one connection: more than any bound of ours
 
 
-def _calls(client: RawClient, count: int, flags: int, behind: Callable[[int], bytes] = lambda _: b"") -> None:
-    """Open `count` streams, each with the frames of `behind` after its headers."""
+def _calls(client: RawClient, count: int, flags: int, after: Callable[[int], bytes] = lambda _: b"") -> None:
+    """Open `count` streams, each with the frames of `after` behind its headers."""
     client.headers(headers=fields("/nothing"), ends=True)
     block = client.block(fields())
     numbers = range(client._next, client._next + 2 * count, 2)
     client._next = numbers.stop
-    for at in range(0, count, 500):
+    for begin in range(0, count, 500):
         client.send(
-            b"".join(frame(frames.HEADERS, flags, one, block) + behind(one) for one in numbers[at : at + 500])
+            b"".join(
+                frame(frames.HEADERS, flags, number, block) + after(number)
+                for number in numbers[begin : begin + 500]
+            )
         )
 
 
 def rapid_reset(client: RawClient) -> None:
+    """Reset each call at once."""
     _calls(client, FRAMES, frames.END_HEADERS, lambda number: frames.rst_stream(number, Fault.NO_ERROR))
 
 
 def settings(client: RawClient) -> None:
     """Put as many settings into a frame as fit. Each changes the windows of all open streams."""
     _calls(client, CALLS_PER_CONNECTION_MAX - 1, frames.END_HEADERS)
-    one = [frames.settings({frames.INITIAL_WINDOW: size})[frames.HEAD.size :] for size in (0, 60_000)]
-    flood = frame(frames.SETTINGS, 0, 0, b"".join(one) * 1_365)
+    changes = [frames.settings({frames.INITIAL_WINDOW: size})[frames.HEAD.size :] for size in (0, 60_000)]
+    flood = frame(frames.SETTINGS, 0, 0, b"".join(changes) * 1_365)
     for _ in range(300):
         client.send(flood)
 
 
 def pings(client: RawClient) -> None:
+    """Send PINGs, each of which needs an answer."""
     client.send(FRAMES * frame(frames.PING, 0, 0, bytes(8)))
 
 
 def ping_answers(client: RawClient) -> None:
+    """Send answers to PINGs that were never sent."""
     client.send(FRAMES * frame(frames.PING, frames.ACK, 0, bytes(8)))
 
 
 def empty_data(client: RawClient) -> None:
+    """Send empty DATA frames of one call."""
     number = client.headers()
     client.send(FRAMES * frame(frames.DATA, 0, number))
 
 
 def continuations(client: RawClient) -> None:
+    """Send empty CONTINUATION frames of one block of headers."""
     client.send(frame(frames.HEADERS, 0, 1, client.block(fields())))
     client.send(FRAMES * frame(frames.CONTINUATION, 0, 1, b""))
 
 
 def window_updates(client: RawClient) -> None:
+    """Open all calls, and change the windows of one and of the connection."""
     _calls(client, CALLS_PER_CONNECTION_MAX - 1, frames.END_HEADERS)
     client.send(FRAMES * (frames.window_update(1_001, 1) + frames.window_update(0, 1)))
 
 
 def small_headers(client: RawClient) -> None:
-    """Calls with as many fields as their block has room for."""
+    """Begin calls with as many fields as a block has room for."""
     block = client.block([*fields("/nothing"), *(("a", "") for _ in range(4_000))])
-    for at in range(200):
-        client.send(frame(frames.HEADERS, ENDS, 1 + 2 * at, block[: frames.FRAME_BYTES_MAX]))
+    for number in range(1, 401, 2):
+        client.send(frame(frames.HEADERS, ENDS, number, block[: frames.FRAME_BYTES_MAX]))
 
 
 def slow_read(client: RawClient) -> None:
-    """Refused calls whose answers are never read."""
+    """Begin calls that are refused, and never read the answers."""
     client.socket.settimeout(0.5)
     _calls(client, 20_000, ENDS)
 
@@ -95,6 +104,7 @@ FLOODS = (
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedBroker]:
+    """Run one broker for all floods."""
     with attacked_broker(tmp_path_factory.mktemp("floods")) as running:
         yield running
 
@@ -109,7 +119,7 @@ def _attack(port: int, flood: Callable[[RawClient], None], stop: Event) -> None:
                 while flood is not slow_read and client.socket.recv(1 << 20) and not stop.is_set():
                     pass
         except OSError:
-            continue  # the broker closed it, as expected, or is silent
+            continue  # the broker has closed the connection, as expected, or sends nothing
 
 
 @contextmanager
@@ -122,7 +132,7 @@ def attackers(address: str, flood: Callable[[RawClient], None]) -> Iterator[None
         process.start()
     try:
         yield
-        assert all(process.is_alive() for process in processes), "the attack went on"
+        assert all(process.is_alive() for process in processes), "an attacker has failed"
     finally:
         stop.set()
         for process in processes:

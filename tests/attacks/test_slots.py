@@ -38,6 +38,7 @@ ROUNDS = rounds(10, 50)  # of the steady stream while the slots are occupied, at
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedBroker]:
+    """Run one broker for all attacks, with as many descriptors as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -51,6 +52,7 @@ Attack = Callable[[AttackedBroker, ExitStack], None]
 
 
 def _port(address: str) -> int:
+    """Return the port of "host:port"."""
     return int(address.rpartition(":")[2])
 
 
@@ -62,8 +64,8 @@ def _send_streams(authorization: str, *messages: bytes) -> Attack:
             client = held.enter_context(RawClient(None, port=_port(broker.endpoint), source=ATTACKER))
             for _ in range(100):
                 number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=authorization))
-                for one in messages:
-                    client.data(number, one, ends=False)
+                for part in messages:
+                    client.data(number, part, ends=False)
 
     return hold
 
@@ -72,39 +74,40 @@ def _grpc_calls(name: str, authorization: str) -> Attack:
     """Begin calls and never send their requests."""
 
     def hold(broker: AttackedBroker, held: ExitStack) -> None:
-        more = {"authorization": authorization} if authorization else {}
-        for at in range(20):
+        extra = {"authorization": authorization} if authorization else {}
+        for number in range(20):
             client = held.enter_context(RawClient(None, port=_port(broker.grpc), source=ATTACKER))
-            headers = fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id=f"attacker-{at}", **more)
+            headers = fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id=f"attacker-{number}", **extra)
             try:
                 for _ in range(900):
                     client.headers(headers=headers)
             except OSError:
-                continue  # it was closed for calls that are refused
+                continue  # the connection was closed because of refused calls
 
     return hold
 
 
-def _connections(place: str, first_bytes: bytes) -> Attack:
+def _connections(name: str, first_bytes: bytes) -> Attack:
     """Open connections that send these bytes and nothing more."""
 
     def hold(broker: AttackedBroker, held: ExitStack) -> None:
-        address = ("127.0.0.1", _port(getattr(broker, place)))
+        address = ("127.0.0.1", _port(getattr(broker, name)))
         for _ in range(3_000):
             try:
-                one = socket.create_connection(address, timeout=BOUND_S, source_address=(ATTACKER, 0))
+                connection = socket.create_connection(address, timeout=BOUND_S, source_address=(ATTACKER, 0))
             except OSError:
-                continue  # it was refused
-            held.enter_context(one)
+                continue  # the connection was refused
+            held.enter_context(connection)
             try:
-                one.sendall(first_bytes)
+                connection.sendall(first_bytes)
             except OSError:
-                pass  # it was closed meanwhile
+                pass  # the connection was closed meanwhile
 
     return hold
 
 
 def _schema(*columns: tuple[str, pa.DataType]) -> bytes:
+    """Encode the first message of a send stream with these columns."""
     descriptor = pa.flight.FlightDescriptor.for_path(b"send").serialize()
     head = codec.encode_data(arrow_ipc.schema_header(pa.schema(columns)))
     return framed(bytes([0x0A, len(descriptor)]) + descriptor, *head)
@@ -131,7 +134,7 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_held_places_leave_room_for_others(broker: AttackedBroker, name: str, record_property: Any) -> None:
+def test_held_slots_leave_room_for_others(broker: AttackedBroker, name: str, record_property: Any) -> None:
     with ExitStack() as held:
         with steady_stream(broker) as figures:
             ATTACKS[name](broker, held)
@@ -143,7 +146,7 @@ def test_held_places_leave_room_for_others(broker: AttackedBroker, name: str, re
 
 @pytest.mark.timeout(600)
 def test_slow_uploads_end_by_their_own_fault(broker: AttackedBroker) -> None:
-    """2,000 such requests: each ends with 408 or 429, none with an internal error."""
+    """Send the beginnings of 2,000 requests. Each ends with 408 or 429, none with an internal error."""
     head = (
         "POST /v1/topics/orders/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: 8000000\r\nConnection: close\r\nAuthorization: {SHOP}\r\n\r\n{{"
@@ -153,15 +156,16 @@ def test_slow_uploads_end_by_their_own_fault(broker: AttackedBroker) -> None:
         with steady_stream(broker) as figures:
             uploads = []
             for _ in range(2_000):
-                one = socket.create_connection(address, timeout=BOUND_S, source_address=(ATTACKER, 0))
-                held.enter_context(one)
-                one.sendall(head)
-                uploads.append(one)
-            answers = Counter(_status(one) for one in uploads)
+                connection = socket.create_connection(address, timeout=BOUND_S, source_address=(ATTACKER, 0))
+                held.enter_context(connection)
+                connection.sendall(head)
+                uploads.append(connection)
+            answers = Counter(_status(upload) for upload in uploads)
     print(f"slow uploads: {figures}; {answers}")
     assert answers.keys() <= {"408", "429"} and answers.total() == 2_000
     figures.check(PEAK_MIB_MAX)
 
 
 def _status(connection: socket.socket) -> str:
+    """Read the status of an answer."""
     return connection.recv(16).split(b" ")[1].decode()

@@ -28,6 +28,7 @@ SMALL_BYTES = 150_000  # of log between two snapshots, so that these short lives
 
 
 def is_cache(name: str) -> bool:
+    """Check whether a start can rebuild this file."""
     is_log = name.startswith("log/") and name.endswith(".log")
     return not is_log and not name.startswith("pending/bucket=")
 
@@ -63,6 +64,7 @@ def with_damaged_caches(files: CrashFiles, seed: int) -> CrashFiles:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def stopped(request: pytest.FixtureRequest) -> tuple[Kept, Look]:
+    """Return a folder after a clean stop, and the look at it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "SNAPSHOT_BYTES", SMALL_BYTES)
         kept = lived(request.param)
@@ -75,7 +77,7 @@ def test_a_start_without_any_cache_after_a_clean_stop_has_the_same_state(stopped
 
 
 @pytest.mark.parametrize(
-    "seed", [SEED, *(pytest.param(SEED + i, marks=pytest.mark.slow) for i in range(1, 4))]
+    "seed", [SEED, *(pytest.param(SEED + offset, marks=pytest.mark.slow) for offset in range(1, 4))]
 )
 def test_a_start_on_damaged_caches_after_a_clean_stop_has_the_same_state(
     stopped: tuple[Kept, Look], seed: int
@@ -146,7 +148,7 @@ def test_starts_on_damaged_caches_after_many_power_cuts_have_the_same_state(name
     assert differences(name, 12, SEED) == []
 
 
-# ---- controls: a file that is no cache must be missed ----------------------------------------------------------
+# ---- controls: the loss of a file that is no cache is noticed ---------------------------------------------------
 
 
 def test_a_changed_row_and_a_lost_data_file_are_noticed() -> None:
@@ -157,7 +159,7 @@ def test_a_changed_row_and_a_lost_data_file_are_noticed() -> None:
         change_value(changed, key)
         assert look(kept, without_caches(changed)) != expected
     lost = kept.copy()
-    # The last file: the files that a resumed campaign has replaced are in no table any more, and may be lost.
+    # The last file: the files that a resumed campaign has replaced are no longer in a table, and may be lost.
     lost.remove(max(name for name in names(lost) if name.startswith("pending/bucket=")))
     with pytest.raises(StorageError, match="is missing"):
         look(kept, without_caches(lost))

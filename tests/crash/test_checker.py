@@ -9,6 +9,7 @@ DEAD = "%DLQ%g"
 
 
 def row(key: str, offset: int, *, due_ms: int | None = 50, store_ms: int = 60, queue_id: int = 0) -> Row:
+    """Build a row of topic t."""
     return Row(Place("t", queue_id, offset), key, key.encode(), due_ms, store_ms, 100 + offset, 10 + offset)
 
 
@@ -34,6 +35,7 @@ def world() -> tuple[Observed, Outcome]:
 
 
 def kinds(observed: Observed, outcome: Outcome) -> set[str]:
+    """Return the kinds of the faults that the checker finds."""
     return {fault.kind for fault in check(observed, outcome)}
 
 
@@ -92,11 +94,12 @@ def test_a_gap_in_the_queue_of_a_delay_level_is_a_fault_and_its_rows_are_not_del
 
 
 def dead(key: str, offset: int) -> Row:
+    """Build a row of a dead-letter topic."""
     return row(key, offset)._replace(place=Place(DEAD, 0, offset))
 
 
 def give_up(observed: Observed, outcome: Outcome) -> None:
-    """A consumer gave up "a" with an answer, and "b" without one."""
+    """Let a consumer give up "a" with an answer, and "b" without one."""
     observed.dead_asked, observed.dead = {"a": DEAD, "b": DEAD}, {"a"}
     outcome.dead = [dead("a", 0)]
     outcome.ranges[(DEAD, 0)] = (0, 1)

@@ -36,13 +36,18 @@ BAD = ("silent", "fault")  # outcomes, see damage.py
 
 @cache
 def folder(variant: str) -> tuple[Kept, Look]:
+    """Return the folder of a variant, and the look at it."""
     kept = lived(variant)
     return kept, look(kept, kept.copy())
 
 
 def wrong(results: list[Result]) -> list[str]:
     """Describe the damages that changed the state silently, or were reported without the file or the remedy."""
-    return [f"{one.damage}: {one.outcome}, {one.text[:400]}" for one in results if one.outcome in BAD]
+    return [
+        f"{result.damage}: {result.outcome}, {result.text[:400]}"
+        for result in results
+        if result.outcome in BAD
+    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -53,9 +58,13 @@ def test_an_undamaged_copy_of_the_folder_has_the_same_state_without_faults(varia
 
 
 def test_the_folders_have_files_of_every_kind_and_the_drawn_damages_most_ways() -> None:
-    found = {kind_of(name) for variant in VARIANTS for name in names(folder(variant)[0].files)}
-    assert found >= KINDS.keys()
-    ways = {(kind_of(one.name), one.way) for v in VARIANTS for one in drawn(folder(v)[0], 250, SEED)}
+    kinds = {kind_of(name) for variant in VARIANTS for name in names(folder(variant)[0].files)}
+    assert kinds >= KINDS.keys()
+    ways = {
+        (kind_of(damage.name), damage.way)
+        for variant in VARIANTS
+        for damage in drawn(folder(variant)[0], 250, SEED)
+    }
     assert len(ways) > 0.8 * len(KINDS) * len(WAYS)
 
 
@@ -72,13 +81,13 @@ def test_many_damages_are_reported_or_change_nothing(variant: str) -> None:
     kept, expected = folder(variant)
     results = [result(kept, expected, damage) for damage in drawn(kept, DAMAGES, SEED)]
     assert wrong(results) == []
-    assert min(Counter(one.outcome for one in results).values()) > DAMAGES // 20, (
-        "damage that nobody meets proves nothing"
+    assert min(Counter(result.outcome for result in results).values()) > DAMAGES // 20, (
+        "damage that no step meets proves nothing"
     )
 
 
 def of_own_files(kept: Kept, kind: str, count: int) -> list[Damage]:
-    """Damage to the files that only one strategy has."""
+    """Draw damages to the files that only one strategy has."""
     return [one for one in drawn(kept, 16 * count, SEED) if kind_of(one.name) == kind][:count]
 
 
@@ -108,21 +117,21 @@ def test_many_damages_of_a_folder_with_the_caches_of_a_strategy_are_reported_or_
     assert {one.outcome for one in own} == {"same"}
     others = [result(kept, expected, damage) for damage in drawn(kept, DAMAGES // 3, SEED)]
     assert wrong(others) == []
-    assert "refused" in {one.outcome for one in others}, "damage that nobody meets proves nothing"
+    assert "refused" in {one.outcome for one in others}, "damage that no step meets proves nothing"
 
 
-# ---- controls: what nobody could notice must be noticed by the harness --------------------------------------
+# ---- controls: the harness notices damage that the broker cannot notice ---------------------------------------
 
 
 class Silently(Damage):
-    """A change with the right checksum over it."""
+    """A change with a valid checksum."""
 
     def do(self, files) -> None:  # type: ignore[no-untyped-def]
         if self.name == "checkpoint":
-            known = checkpoint.load(files)
-            assert known is not None and known.facts.files
-            facts = msgspec.structs.replace(known.facts, files=known.facts.files[1:])
-            checkpoint.save(files, checkpoint.encode(msgspec.structs.replace(known, facts=facts)))
+            stored = checkpoint.load(files)
+            assert stored is not None and stored.facts.files
+            facts = msgspec.structs.replace(stored.facts, files=stored.facts.files[1:])
+            checkpoint.save(files, checkpoint.encode(msgspec.structs.replace(stored, facts=facts)))
         else:
             files.remove("checkpoint")
             change_value(files, self.name)
@@ -135,12 +144,12 @@ def test_a_change_under_the_right_checksum_is_noticed(name: str) -> None:
 
 
 def test_a_flipped_bit_that_no_checksum_meets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of those above: without the comparison a scheduled message is lost in silence."""
+    """The control of the tests above: without the comparison a scheduled message is lost silently."""
     kept, expected = folder("timer_wheel")
-    monkeypatch.setattr(mapped_log, "_verified", lambda found, *_: found["record"].copy())
+    monkeypatch.setattr(mapped_log, "_verified", lambda stored, *_: stored["record"].copy())
     name = next(name for name in names(kept.files) if "/entries/" in name)
-    found = {
-        result(kept, expected, Damage(name, "bit", at, 3)).outcome
-        for at in range(8, written(kept.files, name), 64)
+    outcomes = {
+        result(kept, expected, Damage(name, "bit", position, 3)).outcome
+        for position in range(8, written(kept.files, name), 64)
     }
-    assert found & {"silent", "fault"}
+    assert outcomes & {"silent", "fault"}

@@ -1,4 +1,4 @@
-"""Runs with a failing disk call: no scheduled message is lost, early, doubled or back. A fatal one ends with code 5."""
+"""Runs with a failing disk call: no message is lost, early, doubled or resurrected. A fatal error ends with code 5."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SEED = int(os.environ.get("CUT_SEED", "1"))
 
 
 def wrong(lives: list[Life]) -> list[str]:
+    """Describe the lives with contradictions."""
     return [
         f"{life.injected}, ended by {life.ended_by!r}: {life.faults[:3]}" for life in lives if life.faults
     ]
@@ -35,28 +36,28 @@ def test_many_failing_disk_calls_lose_nothing() -> None:
     lives = [lived(injected) for injected in drawn(ERRORS, SEED, list(SCENARIOS))]
     assert wrong(lives) == []
     assert sum(life.ended_by is not None for life in lives) > ERRORS // 3, (
-        "errors that nobody meets prove nothing"
+        "errors that no step meets prove nothing"
     )
 
 
 @pytest.mark.parametrize("error", IN_DELTA)
 def test_a_failed_delta_commit_ends_the_broker_with_the_name_of_the_folder(error: str) -> None:
     _, library_calls = calls_of("compact")
-    ended = []
+    errors = []
     for call in range(3, library_calls + 1, 4):
         life = lived(Injected("compact", error, call, forever=False))
         assert life.faults == []
-        ended.append(life.ended_by)
-    named = [str(one) for one in ended if isinstance(one, DiskFailed)]
-    assert named and all("pending/_delta_log" in text for text in named)
+        errors.append(life.ended_by)
+    texts = [str(error) for error in errors if isinstance(error, DiskFailed)]
+    assert texts and all("pending/_delta_log" in text for text in texts)
 
 
 def forget_files(files: CutFiles) -> None:
     """Remove the first live file from the checkpoint, as if it had never been attached."""
-    known = checkpoint.load(files)
-    if known is not None and known.facts.files:
-        spoiled = msgspec.structs.replace(known.facts, files=known.facts.files[1:])
-        checkpoint.save(files, checkpoint.encode(msgspec.structs.replace(known, facts=spoiled)))
+    stored = checkpoint.load(files)
+    if stored is not None and stored.facts.files:
+        spoiled = msgspec.structs.replace(stored.facts, files=stored.facts.files[1:])
+        checkpoint.save(files, checkpoint.encode(msgspec.structs.replace(stored, facts=spoiled)))
 
 
 def test_a_checkpoint_that_forgets_an_attach_is_noticed() -> None:

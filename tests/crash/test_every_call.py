@@ -39,14 +39,14 @@ USED = [
 def faults_in_images(cut: Cut, seeds: list[tuple[int, Survival]]) -> Iterator[str]:
     """Describe the faults after each of these crash images (seed and surviving writes) of one cut."""
     for seed, survival in seeds:
-        found = faults_after(cut, cut.files.crash(seed, survival))
-        if found:
-            yield report(cut, seed, survival, found)
+        faults = faults_after(cut, cut.files.crash(seed, survival))
+        if faults:
+            yield report(cut, seed, survival, faults)
 
 
 def mixtures(call: int, count: int) -> list[tuple[int, Survival]]:
-    """Seeds that differ from call to call, so that a sample of calls is also a sample of mixtures."""
-    return [(SEED * 1_000_003 + call * 101 + i, "random") for i in range(count)]
+    """Return seeds that differ from call to call, so that a sample of calls is also a sample of mixtures."""
+    return [(SEED * 1_000_003 + call * 101 + number, "random") for number in range(count)]
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_cuts_at_some_calls_cause_no_faults(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_cuts_at_all_calls_cause_no_faults(name: str) -> None:
-    # Of some only every sixth or tenth call: another CUT_SEED takes the others.
+    # Only every sixth or tenth call of most scenarios: another CUT_SEED takes the others.
     step = (2 if name == "plain" else 10 if name in OF_STRATEGIES else 6) * rounds(12, 1)
     for call in range(1 + SEED % step, live(name).files.calls + 1, step):
         cut = live(name, call)
@@ -126,19 +126,24 @@ def cut_again(cut: Cut, image: CrashFiles, call: int) -> Cut | None:
     run(until_cut(world, files, restart))
     if not files.cut:
         return None
-    at = "{} {}".format(*files.trace[-1])
+    last_call = "{} {}".format(*files.trace[-1])
     return Cut(
-        cut.scenario, files, world.observed, world.clock, f"{cut.at}, then call {call} ({at})", cut.settings
+        cut.scenario,
+        files,
+        world.observed,
+        world.clock,
+        f"{cut.at}, then call {call} ({last_call})",
+        cut.settings,
     )
 
 
-def double_cuts(name: str, calls: list[int], seed: int, again: int) -> list[str]:
-    """Cut at these calls, and again while recovering from them. List the contradictions."""
+def double_cuts(name: str, calls: list[int], seed: int, repeats: int) -> list[str]:
+    """Cut at these calls, and again during the recovery. Returns texts about the contradictions."""
     rng = np.random.default_rng(seed)
     wrong: list[str] = []
     for call in calls:
         cut = live(name, call)
-        for _ in range(again):
+        for _ in range(repeats):
             second = cut_again(cut, cut.files.crash(seed * 31 + call), int(rng.integers(1, 60)))
             if second is not None:
                 wrong += faults_in_images(second, mixtures(call, 1))
@@ -166,12 +171,12 @@ def test_second_cuts_during_many_recoveries_cause_no_faults(name: str) -> None:
 
 @pytest.mark.parametrize("control", ["forget_sync", "forget_sync_dir"])
 def test_a_disk_that_forgets_to_sync_is_noticed(control: str) -> None:
-    found: list[Fault] = []
+    faults: list[Fault] = []
     calls = live("plain").files.calls
     for call in range(40, calls, 25):
         cut = live("plain", call, **{control: True})
-        found += faults_after(cut, cut.files.crash(SEED + call, "nothing"))
-    assert found, f"{control} went unnoticed"
+        faults += faults_after(cut, cut.files.crash(SEED + call, "nothing"))
+    assert faults, f"{control} was not noticed"
 
 
 # ---- durability async: the newest changes may be lost --------------------------------------------------------
@@ -188,9 +193,9 @@ def test_async_durability_loses_only_the_newest_changes(name: str) -> None:
     for call in range(8, live(name, durability="async").files.calls, 5):
         cut = live(name, call, durability="async")
         for seed, survival in [(0, "nothing"), (SEED + call, "random")]:
-            found = faults_after(cut, cut.files.crash(seed, survival))
-            kinds.update(fault.kind for fault in found)
-            bad = [fault for fault in found if fault.kind not in MAY_HAPPEN]
+            faults = faults_after(cut, cut.files.crash(seed, survival))
+            kinds.update(fault.kind for fault in faults)
+            bad = [fault for fault in faults if fault.kind not in MAY_HAPPEN]
             wrong += [report(cut, seed, survival, bad)] if bad else []
     assert not wrong, "\n".join(wrong)
     assert "lost" in kinds, "an async broker that loses nothing syncs too often"
@@ -214,7 +219,7 @@ def test_async_durability_keeps_synced_messages_that_are_written_again(strategy:
 
     run(until_cut(world, world.files, rewrite))
     cut = Cut("rewrite", world.files, world.observed, world.clock, "the end", settings)
-    wrong = list(faults_in_images(cut, [*EXTREMES, *((SEED + at, "random") for at in range(6))]))
+    wrong = list(faults_in_images(cut, [*EXTREMES, *((SEED + offset, "random") for offset in range(6))]))
     assert not wrong, "\n".join(wrong)
 
 
@@ -231,12 +236,12 @@ def test_a_state_from_before_the_hour_log_compacted_is_not_used(strategy: str) -
         await world.compact()
         image = world.files.crash(survival="everything")
         await world.abandon()
-        again = World(image, world.clock, world.observed, strategy=strategy, timer_wheel_ms=minute_ms)
-        await again.start()
-        assert again.broker.scheduling.backlog.statistics()["waiting_rows"] == 0
-        await again.advance(2 * minute_ms)
-        await again.stop()
+        second = World(image, world.clock, world.observed, strategy=strategy, timer_wheel_ms=minute_ms)
+        await second.start()
+        assert second.broker.scheduling.backlog.statistics()["waiting_rows"] == 0
+        await second.advance(2 * minute_ms)
+        await second.stop()
         # The wheel rolls these and the cascade takes a hop: further rows for the table, if they still had them.
-        return await end_of_days(World(image, again.clock, again.observed, strategy="hour_log"))
+        return await end_of_days(World(image, second.clock, second.observed, strategy="hour_log"))
 
     assert run(main()) == []

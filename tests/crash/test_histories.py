@@ -1,6 +1,6 @@
-"""Recorded histories of messages are linearizable while the broker is killed, and the checker finds made-up faults.
+"""Recorded histories of messages are linearizable while the broker is killed, and the checker finds invented faults.
 
-`make siege` kills for 20 minutes: `TIMEBALL_SIEGE=all pytest tests/crash/test_histories.py -s`.
+`make siege` kills brokers for 20 minutes: `TIMEBALL_SIEGE=all pytest tests/crash/test_histories.py -s`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def record(folder: Path, kills: int) -> History:
 
 def test_messages_are_linearizable_while_the_broker_is_killed(tmp_path: Path) -> None:
     history = record(tmp_path, KILLS)
-    found = judge(history.ops, tmp_path)
-    print(f"{KILLS} kills: {dict(found.counts)}")
-    assert not found.wrong, found.text
+    verdict = judge(history.ops, tmp_path)
+    print(f"{KILLS} kills: {dict(verdict.counts)}")
+    assert not verdict.wrong, verdict.text
     for kind in ("send", "cancel", "reschedule", "look-up", "release", UNKNOWN):
-        assert found.counts[kind], f"the history has no {kind}"
+        assert verdict.counts[kind], f"the history has no {kind}"
 
 
 # ---- controls ---------------------------------------------------------------------------------------------------
@@ -125,11 +125,11 @@ def test_a_history_with_an_order_is_accepted(tmp_path: Path) -> None:
         Op("u", "look-up", "not_found", 4 * MS, 5 * MS),
         Op("u", "cancel", "already_cancelled", 6 * MS, 7 * MS),
     ]
-    # A message released later than a reschedule without an answer requested.
+    # A message that is released later than a reschedule without an answer has requested.
     late = [
         Op("l", "send", "sent", 0, 1 * MS, due_ms=50),
         Op("l", "reschedule", UNKNOWN, 2 * MS, 3 * MS, due_ms=4),
         Op("l", "release", "", 9 * MS, 80 * MS, due_ms=8, store_ms=9),
     ]
-    found = judge([*RELEASED, *late, *(op._replace(message="c") for op in CANCELLED), *unknown], tmp_path)
-    assert not found.wrong and found.counts[UNKNOWN] == 3, found.text
+    verdict = judge([*RELEASED, *late, *(op._replace(message="c") for op in CANCELLED), *unknown], tmp_path)
+    assert not verdict.wrong and verdict.counts[UNKNOWN] == 3, verdict.text

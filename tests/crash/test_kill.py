@@ -1,4 +1,4 @@
-"""kill -9 of a real broker, again and again, with real clients: no acknowledged message is lost, early or doubled.
+"""kill -9 of a real broker, repeatedly, with real clients: no acknowledged message is lost, early or doubled.
 
 The page cache survives a killed process, so this does not test syncs (test_every_call.py does). It tests the whole
 program with its sockets, threads and start. KILL_SEED selects other moments.
@@ -22,18 +22,19 @@ SEED = int(os.environ.get("KILL_SEED", "1"))
 def kill_under_load(
     data: Path, seed: int, kills: int, schedule: str = "hour_log", last_schedule: str = "hour_log"
 ) -> None:
+    """Kill a broker so many times while clients work, and check that no message is lost or doubled."""
     with Siege(data, seed, schedule=schedule) as siege:
         siege.clients()
         for _ in range(kills):
             siege.kill()
         # Work that was never done cannot have been damaged: each kind of work is done once before the last kill.
-        done = ["acknowledged", "levels", "seen", "cancelled", "rescheduled", "committed"]
-        done += ["compacted"] if schedule == "hour_log" else []
-        siege.until(lambda: all(siege.counts[event] for event in done), f"each of {done}")
-        found = siege.faults(last_schedule)
-    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
+        events = ["acknowledged", "levels", "seen", "cancelled", "rescheduled", "committed"]
+        events += ["compacted"] if schedule == "hour_log" else []
+        siege.until(lambda: all(siege.counts[event] for event in events), f"each of {events}")
+        faults = siege.faults(last_schedule)
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in faults[:20])
     print(siege)
-    assert not found, f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
+    assert not faults, f"{len(faults)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
     assert kills < 5 or siege.counts["unavailable"], f"no answer was lost: {siege}"
 
 
@@ -70,9 +71,9 @@ QUIET = {"checkpoint-interval-ms": "1h", "segment-bytes": "1MiB", "compact-rows"
 def lose_tail(data: Path) -> None:
     """Tear the last frame of the log, as if its write had never finished."""
     newest = max(path for path in (data / "log").glob("*.log") if path.read_bytes().strip(b"\0"))
-    kept = newest.read_bytes().rstrip(b"\0")
+    content = newest.read_bytes().rstrip(b"\0")
     with newest.open("r+b") as file:
-        file.seek(len(kept) - 20)
+        file.seek(len(content) - 20)
         file.write(bytes(20))
 
 
@@ -90,6 +91,6 @@ def test_a_log_that_loses_its_acknowledged_tail_is_noticed(tmp_path: Path, is_lo
         if is_lost:
             lose_tail(tmp_path / "data")
         assert siege.broker.start()
-        found = siege.faults()
-    assert [fault.kind for fault in found] == (["lost"] if is_lost else [])
-    assert not is_lost or sent[0].key in found[0].text
+        faults = siege.faults()
+    assert [fault.kind for fault in faults] == (["lost"] if is_lost else [])
+    assert not is_lost or sent[0].key in faults[0].text

@@ -39,12 +39,13 @@ MERGES: Scenario = [
 
 @pytest.fixture(autouse=True)
 def _scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the scenarios of this module to those of lives.py."""
     monkeypatch.setitem(lives.SCENARIOS, "files", FILES)
     monkeypatch.setitem(lives.SCENARIOS, "merges", MERGES)
 
 
 def cuts(step: int = 1, **control: bool) -> Iterator[Cut]:
-    """The cuts at every `step`-th call of the merges, and of the calls after them."""
+    """Yield the cuts at every `step`-th call of the merges and of the calls after them."""
     begin, end = live("files").files.calls, live("merges").files.calls
     for call in range(begin + 1 + SEED % step, end + 1, step):
         yield live("merges", call, **control)
@@ -72,10 +73,10 @@ def test_cuts_during_merges_lose_no_row_and_no_key(step: int) -> None:
     wrong = []
     for cut in cuts(step):
         for survival in ("nothing", "everything"):
-            found = faults_after(cut, cut.files.crash(survival=survival))
-            wrong += [report(cut, 0, survival, found)] if found else []
-        found = run(cancelled_by_key(cut, cut.files.crash(7 * cut.files.calls, "random")))
-        wrong += [report(cut, 7 * cut.files.calls, "random", found)] if found else []
+            faults = faults_after(cut, cut.files.crash(survival=survival))
+            wrong += [report(cut, 0, survival, faults)] if faults else []
+        faults = run(cancelled_by_key(cut, cut.files.crash(7 * cut.files.calls, "random")))
+        wrong += [report(cut, 7 * cut.files.calls, "random", faults)] if faults else []
     assert not wrong, "\n".join(wrong)
 
 
@@ -96,5 +97,5 @@ def test_small_files_and_overlapping_files_are_merged() -> None:
 
 
 def test_merged_files_that_are_not_synced_are_noticed() -> None:
-    """The control."""
+    """The control: a disk that ignores syncs loses rows of the merged files."""
     assert any(faults_after(cut, cut.files.crash(survival="nothing")) for cut in cuts(forget_sync=True))

@@ -33,11 +33,11 @@ FILE_SYSTEMS = list(MAKE)
 # With the replicas there are ten kinds of state: 50 cuts for each of them and each file system.
 LIVES, CUTS = rounds(1, 10), rounds(2, 5 * len(KINDS))
 GROUPS, GROUP_CUTS = rounds(1, 5), rounds(1, 10)
-ACK_SAVE_MS = (0, 50)  # in turn
+ACK_SAVE_MS = (0, 50)  # by turns
 
 
 def besiege(folder: Path, file_system: str, life: int) -> Counter[str]:
-    """Cut a broker's power again and again. Returns the cuts of each kind."""
+    """Cut a broker's power repeatedly. Returns the cuts of each kind."""
     turn = life + FILE_SYSTEMS.index(file_system)
     kinds = list(KINDS)
     with (
@@ -49,15 +49,16 @@ def besiege(folder: Path, file_system: str, life: int) -> Counter[str]:
             siege.cut(kinds[(number + turn * CUTS) % len(kinds)])
         # Work that was never done cannot have been damaged.
         siege.until(lambda: all(siege.counts[kind] for kind in kinds), "each kind of work")
-        found = siege.faults()
+        faults = siege.faults()
     print(f"{file_system}: {siege}")
-    assert not found, report(found, siege)
+    assert not faults, report(faults, siege)
     return siege.cuts
 
 
-def report(found: list[Fault], siege: Siege) -> str:
-    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
-    return f"{len(found)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
+def report(faults: list[Fault], siege: Siege) -> str:
+    """Describe the first 20 faults."""
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in faults[:20])
+    return f"{len(faults)} faults after {siege}\nmoments {siege.moments}:\n  {lines}"
 
 
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
@@ -101,9 +102,9 @@ def test_replicas_survive_power_cuts_of_one_and_of_all(tmp_path: Path, file_syst
             siege.clients()
             for _ in range(GROUP_CUTS):
                 siege.kill()
-            found = siege.faults()
+            faults = siege.faults()
         print(f"{file_system}: {siege}")
-        assert not found, report(found, siege)
+        assert not faults, report(faults, siege)
         cuts += siege.cuts
     print(f"{file_system}: {dict(cuts)}")
 
@@ -119,5 +120,5 @@ def test_a_broker_that_syncs_nothing_is_noticed(tmp_path: Path, file_system: str
                 sent += siege.ask("a", [CLOCK.wall_ms() + HOUR_MS])
                 ball.send("a", sent[-1].body, at=sent[-1].due_ms, message_id=sent[-1].key)
                 siege.ended(sent[-1:], acked=True)
-        found = Siege.faults(siege)
-    assert "lost" in {fault.kind for fault in found}
+        faults = Siege.faults(siege)
+    assert "lost" in {fault.kind for fault in faults}
