@@ -94,32 +94,34 @@ def fuzz_all(names: list[str], seconds: float, environment: dict[str, str]) -> I
 HEADING = f"{'target':20} {'seconds':>8} {'executions':>12} {'edges':>7}  fault"
 
 
-def line(of: Result) -> str:
-    return f"{of.target:20} {of.seconds:8.1f} {of.executions:12,} {of.edges:7,}  {of.fault or '-'}"
+def line(result: Result) -> str:
+    """Format a result as a line of the table."""
+    return f"{result.target:20} {result.seconds:8.1f} {result.executions:12,} {result.edges:7,}  {result.fault or '-'}"
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of a process that imports the package as it is."""
+    """Return the environment of a process that imports the package as it is."""
     folders = [ROOT / "src", ROOT, sanitized.atheris_folder()]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def main() -> int:
+    """Fuzz by the arguments of the command. Returns 1 if a target has a fault, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600, help="for all targets together")
     parser.add_argument("--target", choices=list(TARGETS), action="append", help="only this target")
     parser.add_argument("--plain", action="store_true", help="without sanitizers: the modules as they are")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
-    given = parser.parse_args()
-    environment = plain_environment() if given.plain else sanitized.build()
+    arguments = parser.parse_args()
+    environment = plain_environment() if arguments.plain else sanitized.build()
     results = list[Result]()
     print(HEADING, flush=True)
-    for result in fuzz_all(given.target or list(TARGETS), given.seconds, environment):
+    for result in fuzz_all(arguments.target or list(TARGETS), arguments.seconds, environment):
         results.append(result)
         print(line(result), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
-    return any(each.fault for each in results)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return any(result.fault for result in results)
 
 
 if __name__ == "__main__":

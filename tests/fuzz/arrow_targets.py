@@ -28,10 +28,11 @@ from timeball.model.message import TABLE_SCHEMA
 from timeball.table import attachment, data_file, layout
 from timeball.table.attachment import Attachment
 
-# ---- Flight's messages: however they are cut, they have the same fields ---------------------------------------------
+# ---- Flight's messages: in any pieces, they have the same fields ---------------------------------------------
 
 
 def fields_of(chunks: list[bytes]) -> object:
+    """Return the fields of a message in chunks, or None if it is refused."""
     try:
         data = codec.parse_data(chunks)
     except InvalidMessage:
@@ -46,8 +47,8 @@ def check_flight_messages(data: bytes) -> None:
     assert fields_of(sizes.pieces(message)) == fields
     if isinstance(fields, tuple):
         header, metadata, body = fields[2:]
-        again = fields_of([b"".join(codec.encode_data(header, memoryview(body), metadata))])
-        assert again == (None, False, header, metadata, body)
+        repeated = fields_of([b"".join(codec.encode_data(header, memoryview(body), metadata))])
+        assert repeated == (None, False, header, metadata, body)
     for parse in (codec.parse_action, codec.parse_ticket):
         try:
             parse(message)
@@ -62,7 +63,7 @@ def flight_message_seeds() -> list[bytes]:
 
 
 def break_flight_messages(patch: pytest.MonkeyPatch) -> None:
-    """A number may reach behind the message."""
+    """Let a number reach beyond the message."""
 
     def unchecked(message: memoryview, offset: int) -> tuple[int, int]:
         value, shift = 0, 0
@@ -75,29 +76,30 @@ def break_flight_messages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(codec, "_decode_varint", unchecked)
 
 
-# ---- Flight's JSON: only typed errors leave, and what was read is encoded and read again ----------------------------
+# ---- Flight's JSON: only typed errors leave, and a request stays the same after another encoding --------------------
 
 VERBS = list(codec.ACTIONS)
 TICKETS, KEYS, STEPS = range(len(VERBS), len(VERBS) + 3)
 
 
-def decode_json(which: int, data: bytes) -> Any:
-    if which == TICKETS:
+def decode_json(reader: int, data: bytes) -> Any:
+    """Decode JSON with one of the readers: of an action (its index), of tickets, keys or steps."""
+    if reader == TICKETS:
         return codec.decode_ticket(data)
-    if which in (KEYS, STEPS):
+    if reader in (KEYS, STEPS):
         metadata = codec.decode_metadata(memoryview(data))
-        return (codec.decode_send_key if which == KEYS else codec.decode_source_step)(metadata)
-    return codec.decode_action(VERBS[which], data)
+        return (codec.decode_send_key if reader == KEYS else codec.decode_source_step)(metadata)
+    return codec.decode_action(VERBS[reader], data)
 
 
 def check_flight_json(data: bytes) -> None:
     choices = Choices(data)
-    which = choices.byte() % (STEPS + 1)
+    reader = choices.byte() % (STEPS + 1)
     try:
-        request = decode_json(which, choices.rest())
+        request = decode_json(reader, choices.rest())
     except (RequestError, OverLimit):
         return
-    assert decode_json(which, msgspec.json.encode(request)) == request
+    assert decode_json(reader, msgspec.json.encode(request)) == request
 
 
 def flight_json_seeds() -> list[bytes]:
@@ -113,7 +115,7 @@ def flight_json_seeds() -> list[bytes]:
 
 
 def break_flight_json(patch: pytest.MonkeyPatch) -> None:
-    """An error of the JSON library leaves."""
+    """Let an error of the JSON library leave."""
 
     def unchecked(data: bytes, kind: Any, subject: str) -> Any:
         return msgspec.json.decode(data, type=kind)
@@ -127,7 +129,7 @@ KINDS = (SendColumns, SourceColumns, ReleaseColumns)
 
 
 def check_batches(data: bytes) -> None:
-    """A kind of stream, the bytes that each body lacks, an IPC stream."""
+    """Read a kind of stream, how many bytes each body lacks, and an IPC stream."""
     choices = Choices(data)
     kind, missing_bytes = choices.pick(KINDS), choices.byte() % 16
     try:
@@ -136,13 +138,14 @@ def check_batches(data: bytes) -> None:
         schema = ipc.read_schema(header)
         columns = kind(schema)
         for header, body in messages:
-            given = ipc.read_batch(header, body[: max(0, len(body) - missing_bytes)], schema)
-            check_batch(columns.adopt(given, lambda *_, **__: None), kind)
+            batch = ipc.read_batch(header, body[: max(0, len(body) - missing_bytes)], schema)
+            check_batch(columns.adopt(batch, lambda *_, **__: None), kind)
     except (RequestError, OverLimit):
         pass
 
 
 def check_batch(batch: pa.RecordBatch, kind: Any) -> None:
+    """Check that a batch is sound, within the limits, and of the types of its kind of stream."""
     batch.validate(full=True)
     expected = TABLE_SCHEMA if kind is ReleaseColumns else SEND_SCHEMA
     assert all(field.type == expected.field(field.name).type for field in batch.schema)
@@ -152,6 +155,7 @@ def check_batch(batch: pa.RecordBatch, kind: Any) -> None:
 
 
 def stream_of(*batches: pa.RecordBatch) -> bytes:
+    """Encode batches as an IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
@@ -177,7 +181,7 @@ def batch_seeds() -> list[bytes]:
 
 
 def break_batches(patch: pytest.MonkeyPatch) -> None:
-    """An error of Arrow leaves."""
+    """Let an error of Arrow leave."""
     patch.setattr(ipc, "_DECODING_ERRORS", (MemoryError,))
 
 
@@ -204,14 +208,14 @@ def send_seeds() -> list[bytes]:
     window = b'{"base64": "eA==", "at": 1900000000000, "window": "1h", "spread": "even", "expires_in": "1d"}'
     unique = b'{"body": "x", "after": "1s", "unique_key": "k", "on_pending": "replace"}'
     return [
-        *(bytes([0, now]) + each for now in (0, 1) for each in (timed, local, window, unique)),
+        *(bytes([0, now]) + body for now in (0, 1) for body in (timed, local, window, unique)),
         b"\1\0" + timed + b"\n" + window, b"\0\0[" + timed + b"," + local + b"]",
         b"\2\0" + stream_of(batch_of(**FEW)), b'\0\0{"json": ' + b"[" * 2_000,
     ]  # fmt: skip
 
 
 def break_sends(patch: pytest.MonkeyPatch) -> None:
-    """An error of the JSON library leaves."""
+    """Let an error of the JSON library leave."""
     patch.setattr(send_codec, "decoding_error", lambda error, _: error)
 
 
@@ -223,21 +227,22 @@ CHANGES_MAX = 4
 
 @cache
 def bulk_file() -> tuple[bytes, pa.Table]:
-    rows = layout.sort_rows(table_rows([NOW_MS + 1_000 * at for at in range(20)]))
+    """Return a sealed data file, and its rows."""
+    rows = layout.sort_rows(table_rows([NOW_MS + 1_000 * number for number in range(20)]))
     with small_groups():
         [(_, data)] = layout.cut_files(rows, NOW_MS)
     return data, rows
 
 
 def check_bulk_file(data: bytes) -> None:
-    """Changes of a sealed file: a position, and the bytes that are written there."""
+    """Change a sealed file, each time by a position and the bytes that are written there."""
     choices, (written, rows) = Choices(data), bulk_file()
     file = bytearray(written)
     for _ in range(CHANGES_MAX):
         if choices.are_left:
-            at = int.from_bytes(choices.bytes_of(2), "big") % len(file)
+            position = int.from_bytes(choices.bytes_of(2), "big") % len(file)
             new = choices.bytes_of(1 + choices.byte() % 4)
-            file[at : at + len(new)] = new
+            file[position : position + len(new)] = new
     changed = pa.py_buffer(bytes(file[: len(written)]))
     try:
         data_file.check_all(changed)
@@ -248,11 +253,14 @@ def check_bulk_file(data: bytes) -> None:
 
 def bulk_file_seeds() -> list[bytes]:
     size_bytes = len(bulk_file()[0])
-    return [b"", *(at.to_bytes(2, "big") + b"\0\xff" for at in range(4, size_bytes, size_bytes // 8))]
+    return [
+        b"",
+        *(position.to_bytes(2, "big") + b"\0\xff" for position in range(4, size_bytes, size_bytes // 8)),
+    ]
 
 
 def break_bulk_file(patch: pytest.MonkeyPatch) -> None:
-    """The checksums of pages are not compared."""
+    """Compare no checksums of pages."""
     parquet_file = pq.ParquetFile
     patch.setattr(data_file.pq, "ParquetFile", lambda source, **_: parquet_file(source))
 

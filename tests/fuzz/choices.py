@@ -9,22 +9,23 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Reads decisions from bytes, in their order. Behind the last byte, each number is 0 and each text is empty."""
+    """Reads decisions from bytes, in their order. After the last byte, each number is 0 and each text is empty."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data, self._position = data, 0
 
     @property
     def are_left(self) -> bool:
-        """Whether there are bytes that no decision has used."""
-        return self._at < len(self._data)
+        """Check whether there are bytes that no decision has used."""
+        return self._position < len(self._data)
 
     def bytes_of(self, size_bytes: int) -> bytes:
         """Take the next bytes, fewer at the end."""
-        self._at += size_bytes
-        return self._data[self._at - size_bytes : self._at]
+        self._position += size_bytes
+        return self._data[self._position - size_bytes : self._position]
 
     def byte(self) -> int:
+        """Take the next byte as a number."""
         return int.from_bytes(self.bytes_of(1), "little")
 
     def number(self) -> int:
@@ -32,6 +33,7 @@ class Choices:
         return int.from_bytes(self.bytes_of(1 + self.byte() % 8), "little", signed=True)
 
     def pick(self, items: Sequence[T]) -> T:
+        """Take one of these items, by the next byte."""
         return items[self.byte() % len(items)]
 
     def short_bytes(self) -> bytes:
@@ -39,10 +41,12 @@ class Choices:
         return self.bytes_of(self.byte())
 
     def text(self) -> str:
+        """Take a text of up to 255 bytes of UTF-8."""
         return self.short_bytes().decode(errors="replace")
 
     def rest(self) -> bytes:
-        return self.bytes_of(max(0, len(self._data) - self._at))
+        """Take all bytes that are left."""
+        return self.bytes_of(max(0, len(self._data) - self._position))
 
     def pieces(self, data: bytes) -> list[bytes]:
         """Cut bytes into pieces, whose sizes are the next decisions."""

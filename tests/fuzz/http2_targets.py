@@ -34,6 +34,7 @@ BLOCKS_MAX, FIELD_BYTES = 8, 32
 
 
 def decoded(decoder: Any, block: bytes) -> object:
+    """Return the result of a decoder for a block, or its fault."""
     try:
         return *decoder.decode(block), decoder.is_malformed
     except BrokenRule as error:
@@ -41,7 +42,7 @@ def decoded(decoder: Any, block: bytes) -> object:
 
 
 def check_header_blocks(data: bytes) -> None:
-    """The blocks of a connection. Each begins with its length in two bytes."""
+    """Read the blocks of a connection. Each begins with its length in two bytes."""
     choices = Choices(data)
     decoders = HpackDecoder(UNPACKED_BYTES_MAX), INTERPRETED(UNPACKED_BYTES_MAX)
     for _ in range(BLOCKS_MAX):
@@ -53,11 +54,12 @@ def check_header_blocks(data: bytes) -> None:
         if not isinstance(result, tuple):
             return  # the connection ends
         headers, size_bytes, _ = result
-        least = sum(len((name + value).encode()) + FIELD_BYTES for name, value in headers.items())
-        assert least <= size_bytes <= UNPACKED_BYTES_MAX
+        size_bytes_min = sum(len((name + value).encode()) + FIELD_BYTES for name, value in headers.items())
+        assert size_bytes_min <= size_bytes <= UNPACKED_BYTES_MAX
 
 
 def sized(*blocks: bytes) -> bytes:
+    """Join blocks, each after its length."""
     return b"".join(len(block).to_bytes(2, "big") + block for block in blocks)
 
 
@@ -72,7 +74,7 @@ def header_block_seeds() -> list[bytes]:
 
 
 def break_header_blocks(patch: pytest.MonkeyPatch) -> None:
-    """The interpreted decoder accepts a table of any size."""
+    """Let the interpreted decoder accept a table of any size."""
 
     def unchecked(self: Any, bytes_max: int) -> None:
         self._table_bytes_max = bytes_max
@@ -90,20 +92,21 @@ def check_frames(data: bytes) -> None:
     choices = Choices(data)
     sizes, stream = Choices(choices.short_bytes()), choices.rest()
     with pytest.MonkeyPatch.context() as patch:
-        # A small frame is one of up to 64 bytes here, so that few bytes make a large one.
+        # A small frame has up to 64 bytes here, so that few bytes make a large frame.
         patch.setattr(frames, "FRAME_BYTES_MAX", SMALL_FRAME_BYTES)
         whole, broken = read_frames([stream])
         parts, part_broken = read_frames(sizes.pieces(stream))
     assert b"".join(payload for *_, payload in whole) == b"".join(payload for *_, payload in parts)
     assert broken == part_broken
     if broken is None and stream.startswith(frames.PREFACE):
-        written = b"".join(frame(*each) for each in whole)
+        written = b"".join(frame(*fields) for fields in whole)
         # The highest bit of a stream's number is not read.
         assert len(written) <= len(stream) - len(frames.PREFACE)
         assert all(len(payload) <= DATA_BYTES_MAX for *_, payload in whole)
 
 
 def read_frames(pieces: list[bytes]) -> tuple[list[tuple[int, int, int, bytes]], object]:
+    """Return the frames in these pieces, and the fault of the reader or None."""
     reader, result = FrameReader(DATA_BYTES_MAX), list[tuple[int, int, int, bytes]]()
     for piece in pieces:
         result += [(kind, flags, number, bytes(part)) for kind, flags, number, part in reader.read(piece)]
@@ -115,11 +118,11 @@ def read_frames(pieces: list[bytes]) -> tuple[list[tuple[int, int, int, bytes]],
 def frame_seeds() -> list[bytes]:
     small = frames.settings({frames.MAX_FRAME: 20_000}) + frames.window_update(0, 9) + frame(0, 1, 1, b"abc")
     large = frame(0, 1, 1, bytes(range(200))) + frame(1, 4, 3, bytes(100)) + frame(6, 0, 0, bytes(8))
-    return [bytes([4, 1, 8, 40, 3]) + frames.PREFACE + each for each in (small, large)]
+    return [bytes([4, 1, 8, 40, 3]) + frames.PREFACE + stream for stream in (small, large)]
 
 
 def break_frames(patch: pytest.MonkeyPatch) -> None:
-    """The rest of a large frame loses its last byte."""
+    """Lose the last byte of the rest of a large frame."""
     read_rest = FrameReader._read_rest
 
     def wrong(self: FrameReader, rest: Any, data: bytes, result: list[frames.Frame]) -> int:
@@ -151,8 +154,8 @@ class Echo(test_server.Echo):
 
     async def serve(self, exchange: Exchange, request: Any) -> None:
         if exchange.method.takes_stream:
-            async for each in request:
-                if not exchange.respond(each):
+            async for part in request:
+                if not exchange.respond(part):
                     await exchange.sent()
             exchange.finish()
         else:
@@ -187,6 +190,7 @@ TURNS = 3
 
 
 async def converse(pieces: list[bytes]) -> None:
+    """Send these pieces over a connection, end it, and check the rules."""
     service, errors, loop = Echo(), list[object](), asyncio.get_running_loop()
     server = Server(service, Bounds())
     loop.set_exception_handler(lambda _, context: errors.append(context))
@@ -202,12 +206,12 @@ async def converse(pieces: list[bytes]) -> None:
         await asyncio.sleep(0)
     assert service.room.received.held_bytes <= 16_384
     assert wire.written_bytes <= OUT_BYTES_MAX
-    tasks = [each.task for each in open_calls if each.task is not None]
+    tasks = [stream.task for stream in open_calls if stream.task is not None]
     link.connection_lost(None)
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    for each in results:
-        if isinstance(each, Exception):
-            raise each
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     assert not errors, errors
     assert not link.streams.open
     assert (service.room.received.held_bytes, service.room.calls.taken) == (0, 0)
@@ -219,11 +223,11 @@ def check_connection(data: bytes) -> None:
     asyncio.run(converse(sizes.pieces(frames.PREFACE + choices.rest())))
 
 
-def call(number: int, path: str, *parts: bytes, more: bytes = b"") -> bytes:
-    """Make a call whose DATA comes in these parts."""
-    block = b"\x83\x86" + literal(":path", path) + literal("content-type", "application/grpc") + more
+def call(number: int, path: str, *parts: bytes, fields: bytes = b"") -> bytes:
+    """Encode a call with further header fields, whose DATA comes in these parts."""
+    block = b"\x83\x86" + literal(":path", path) + literal("content-type", "application/grpc") + fields
     opened = frame(frames.HEADERS, frames.END_HEADERS, number, block)
-    data = [frame(frames.DATA, at == len(parts) - 1, number, part) for at, part in enumerate(parts)]
+    data = [frame(frames.DATA, index == len(parts) - 1, number, part) for index, part in enumerate(parts)]
     return opened + b"".join(data)
 
 
@@ -234,7 +238,7 @@ def connection_seeds() -> list[bytes]:
     cut = call(1, "/e/one", one)
     return [
         b"\0" + wide + call(1, "/e/one", one) + call(3, "/e/all", one[:3], one[3:] + one, b""),
-        b"\2\7\7" + call(1, "/e/one", packed, more=encoding) + frame(frames.PING, 0, 0, bytes(8)),
+        b"\2\7\7" + call(1, "/e/one", packed, fields=encoding) + frame(frames.PING, 0, 0, bytes(8)),
         b"\0" + cut[:3] + b"\1\0" + cut[5:] + frames.rst_stream(1, frames.Fault.NO_ERROR),
         b"\1\xff" + call(1, "/none", one) + frame(frames.PRIORITY, 0, 3, bytes(5)) + call(3, "/e/one", b""),
         b"\0"
@@ -244,7 +248,7 @@ def connection_seeds() -> list[bytes]:
 
 
 def break_connection(patch: pytest.MonkeyPatch) -> None:
-    """A short WINDOW_UPDATE or RST_STREAM is read without a check of its size."""
+    """Read a short WINDOW_UPDATE or RST_STREAM without a check of its size."""
 
     def unchecked(payload: bytes) -> int:
         number: int = struct.unpack_from(">I", payload)[0]
@@ -266,17 +270,17 @@ def grpc_send_seeds() -> list[bytes]:
     )
     delayed = sends.message(b"x", message_id="2", due_ms=sends.NOW_MS + 5_077)
     packed = sends.message(b"x", message_id="3", body_encoding=d.Encoding.GZIP)
-    return [sends.send_request(each).SerializeToString() for each in (keyed, delayed, packed)]
+    return [sends.send_request(sent).SerializeToString() for sent in (keyed, delayed, packed)]
 
 
 def break_grpc_send(patch: pytest.MonkeyPatch) -> None:
-    """The reference refuses a tag."""
+    """Let the reference refuse a tag."""
     encode_row = sends.encode_row
 
-    def wrong(given: d.Message, *others: Any) -> Any:
-        if given.system_properties.tag:
+    def wrong(message: d.Message, *others: Any) -> Any:
+        if message.system_properties.tag:
             raise sends.Refused(0, "a tag")
-        return encode_row(given, *others)
+        return encode_row(message, *others)
 
     patch.setattr(sends, "encode_row", wrong)
 

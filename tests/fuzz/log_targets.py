@@ -31,7 +31,7 @@ CHECKSUM_AT = 52
 
 
 def check_log_frames(data: bytes) -> None:
-    """Whether the first frame gets the checksum of its bytes, then a part of a segment."""
+    """Read whether the first frame gets a valid checksum, then a part of a segment."""
     is_resealed, data = bool(data[:1].strip(b"\0")), data[1:]
     if is_resealed:
         data = with_checksum(data)
@@ -61,7 +61,7 @@ def check_log_frames(data: bytes) -> None:
 
 
 def with_checksum(data: bytes) -> bytes:
-    """Set the checksum of the frame at the begin, as far as its header states its length."""
+    """Set the checksum of the frame at the beginning, as far as its header states its length."""
     raw = bytearray(data[: int.from_bytes(data[8:12], "little")])
     if len(raw) >= fmt.ALIGN:
         raw[CHECKSUM_AT : CHECKSUM_AT + 4] = bytes(4)
@@ -73,11 +73,11 @@ def log_frame_seeds() -> list[bytes]:
     frames = [bytes(segment_of([RIGHT] * count, before=0)[0]) for count in (1, 3)]
     header = fmt.encode_segment_header(1, 2)
     plain = [*frames, header, frames[0] + bytes(64), frames[0] + frames[1]]
-    return [*(b"\0" + each for each in plain), b"\1" + frames[0]]
+    return [*(b"\0" + part for part in plain), b"\1" + frames[0]]
 
 
 def break_log_frames(patch: pytest.MonkeyPatch) -> None:
-    """Checksums are not compared."""
+    """Compare no checksums."""
     patch.setattr(fmt, "_matches_checksum", lambda *_: True)
 
 
@@ -85,15 +85,16 @@ def break_log_frames(patch: pytest.MonkeyPatch) -> None:
 
 
 def value_of(kind: pa.DataType, choices: Choices) -> object:
-    how = choices.byte()
-    if how % 3 == 0:
+    """Draw a value of a type, or None."""
+    way = choices.byte()
+    if way % 3 == 0:
         return None
     if kind == pa.string():
         return choices.text()
     if kind == pa.binary():
         return choices.short_bytes()
     half, number = 1 << kind.bit_width - 1, choices.number()
-    return number if how == 0xFF else (number + half) % (2 * half) - half
+    return number if way == 0xFF else (number + half) % (2 * half) - half
 
 
 def check_log_rows(data: bytes) -> None:
@@ -102,19 +103,19 @@ def check_log_rows(data: bytes) -> None:
         values.append(tuple(value_of(field.type, choices) for field in LOG_SCHEMA))
     if not values:
         return
-    ends: list[object] = []
+    results: list[object] = []
     for build in (build_compiled, rows_of):
         try:
-            made = build(values)
-            ends.append(bytes(made.message if build is build_compiled else row_encoder.encode(made)))
+            rows = build(values)
+            results.append(bytes(rows.message if build is build_compiled else row_encoder.encode(rows)))
         except (pa.ArrowException, OverflowError, ValueError) as error:
-            ends.append(type(error))
-    assert ends[0] == ends[1]
+            results.append(type(error))
+    assert results[0] == results[1]
     encoder = row_encoder.LOG_ENCODER
     message = encoder.encode(values)
     if message is not None:
-        assert [encoder.row(message, at, at) for at in range(len(values))] == [
-            (at, *row) for at, row in enumerate(values)
+        assert [encoder.row(message, index, index) for index in range(len(values))] == [
+            (index, *row) for index, row in enumerate(values)
         ]
 
 
@@ -123,24 +124,24 @@ def log_row_seeds() -> list[bytes]:
 
 
 def break_log_rows(patch: pytest.MonkeyPatch) -> None:
-    """Zeros of many rows are not shared."""
+    """Do not share the zeros of many rows."""
     patch.setattr(row_encoder, "encode", lambda rows: rows.serialize())
 
 
-# ---- checkpoints: only Corrupt leaves, and what was read is written and read again ---------------------------------
+# ---- checkpoints: only Corrupt leaves, and a state that was read is the same after another encoding ----------------
 
 
 def check_checkpoints(data: bytes) -> None:
-    """A checkpoint file, and the value of a snapshot row."""
+    """Read a checkpoint file, or the value of a snapshot row."""
     for read in (checkpoint.parse, checkpoint.decode):
         try:
             state = read(data)
         except Corrupt:
             continue
-        again = checkpoint.decode(checkpoint.encode(state))
-        assert again.facts == state.facts
-        assert np.array_equal(again.settled_due, state.settled_due)
-        assert np.array_equal(again.settled_seq, state.settled_seq)
+        repeated = checkpoint.decode(checkpoint.encode(state))
+        assert repeated.facts == state.facts
+        assert np.array_equal(repeated.settled_due, state.settled_due)
+        assert np.array_equal(repeated.settled_seq, state.settled_seq)
 
 
 def checkpoint_seeds() -> list[bytes]:
@@ -152,7 +153,7 @@ def checkpoint_seeds() -> list[bytes]:
 
 
 def break_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    """Of settled messages that are not in the order of their due times, one is written."""
+    """Write only one of several settled messages that are not in the order of their due times."""
     encode = checkpoint.encode
 
     def wrong(state: Checkpoint) -> bytes:
@@ -189,14 +190,14 @@ def replication_seeds() -> list[bytes]:
     ]  # fmt: skip
     deep = replication.HEADER.pack(replication.MAGIC, replication.Hello.TYPE, 1, 0, 0, 0, 0, 3_000)
     return [
-        *(b"\0" + encoded(each) for each in sent),
+        *(b"\0" + encoded(message) for message in sent),
         b"\2\7\50" + b"".join(map(encoded, sent)),
         b"\0" + deep + b'{"x":' + b"[" * 2_995,
     ]
 
 
 def break_replication(patch: pytest.MonkeyPatch) -> None:
-    """A path is not checked to be UTF-8."""
+    """Do not check that a path is UTF-8."""
     patch.setattr(replication, "_decode_path", lambda raw: raw.decode())
 
 
@@ -204,7 +205,7 @@ def break_replication(patch: pytest.MonkeyPatch) -> None:
 
 
 def check_filters(data: bytes) -> None:
-    """Rows, then the text of a filter."""
+    """Read rows, then the text of a filter."""
     choices = Choices(data)
     rows = []
     for _ in range(1 + choices.byte() % 8):
@@ -220,7 +221,7 @@ def check_filters(data: bytes) -> None:
         return
     condition, names = sql_filter.parse(text)
     batch = build_rows(len(rows), properties=[row for row, _ in rows], tag=[tag for _, tag in rows])
-    matched = [bool(each) for each in sql_filter.Program(condition, names).matches(batch)]
+    matched = [bool(match) for match in sql_filter.Program(condition, names).matches(batch)]
     assert matched == sql_conditions.matches(condition, names, batch).tolist()
 
 
@@ -234,8 +235,8 @@ def filter_seeds() -> list[bytes]:
 
 
 def break_filters(patch: pytest.MonkeyPatch) -> None:
-    """The reference matches no row."""
-    patch.setattr(sql_conditions, "matches", lambda *given: np.zeros(given[2].num_rows, np.bool_))
+    """Let the reference match no row."""
+    patch.setattr(sql_conditions, "matches", lambda *arguments: np.zeros(arguments[2].num_rows, np.bool_))
 
 
 TARGETS = [

@@ -43,7 +43,7 @@ def frame_seeds() -> list[bytes]:
 
 
 def break_frames(patch: pytest.MonkeyPatch) -> None:
-    """The rows of the reference come in reverse."""
+    """Reverse the rows of the reference."""
     batch_of = sends.batch_of
     patch.setattr(sends, "batch_of", lambda rows: batch_of(rows[::-1]))
 
@@ -62,8 +62,8 @@ def check_headers(data: bytes) -> None:
     if command.language not in set(Language):
         return  # read as a number, and never written
     written = frame.encode(command)
-    [again], end, _ = frame.cut(written, FRAME_BYTES_MAX)
-    assert end == len(written) and frame.decode(again) == command
+    [repeated], end, _ = frame.cut(written, FRAME_BYTES_MAX)
+    assert end == len(written) and frame.decode(repeated) == command
 
 
 def header_seeds() -> list[bytes]:
@@ -73,13 +73,13 @@ def header_seeds() -> list[bytes]:
         )
         for form in (JSON, BINARY)
     ]
-    framed = [frame.cut(frame.encode(each), FRAME_BYTES_MAX)[0][0] for each in commands]
+    framed = [frame.cut(frame.encode(command), FRAME_BYTES_MAX)[0][0] for command in commands]
     java = frame.cut(sends.java({"e": 3, "k": False, "x": None}), FRAME_BYTES_MAX)[0][0]
-    return [bytes([each.serialisation, 2]) + b"bo" + each.header for each in [*framed, java]]
+    return [bytes([cut.serialisation, 2]) + b"bo" + cut.header for cut in [*framed, java]]
 
 
 def break_headers(patch: pytest.MonkeyPatch) -> None:
-    """A text of the binary header with a digit is read with a further one."""
+    """Read a text of the binary header that has a digit with a further digit."""
 
     def wrong(header: bytes, position: int, size_bytes: int) -> tuple[str, int]:
         text, end = read_text(header, position, size_bytes)
@@ -102,11 +102,11 @@ def pull_seeds() -> list[bytes]:
 
 
 def break_pulls(patch: pytest.MonkeyPatch) -> None:
-    """The reference reads 17 as an offset of 18."""
+    """Let the reference read an offset of 17 as 18."""
     decode = pulls.decode
 
-    def wrong(of: Frame) -> Command:
-        command = decode(of)
+    def wrong(request: Frame) -> Command:
+        command = decode(request)
         if command.ext.get("queueOffset") == "17":
             command.ext["queueOffset"] = "18"
         return command
@@ -142,14 +142,14 @@ def check_log_rows(data: bytes) -> None:
     while choices.are_left and len(parts) < 3:
         parts.append(b"".join(sends_of(choices) for _ in range(1 + choices.byte() % 4)))
     cut = [COMPILED.cut(part, FRAME_BYTES_MAX)[0] for part in parts]
-    if not parts or any(isinstance(each, Frame) for part in cut for each in part):
+    if not parts or any(isinstance(request, Frame) for part in cut for request in part):
         return
     try:
         runs = log_rows.runs_of(parts)
     except TimeballError:
         return  # a text that looks like a delay
-    made = log_rows.encode_in_c(runs)
-    assert made is None or made == log_rows.encode_by_rows(runs)
+    encoded = log_rows.encode_in_c(runs)
+    assert encoded is None or encoded == log_rows.encode_by_rows(runs)
 
 
 def log_row_seeds() -> list[bytes]:
@@ -157,7 +157,7 @@ def log_row_seeds() -> list[bytes]:
 
 
 def break_log_rows(patch: pytest.MonkeyPatch) -> None:
-    """The rows of the reference are stored a millisecond later if there are several."""
+    """Store the rows of the reference a millisecond later if there are several."""
     build = admission.log_rows
 
     def wrong(rows: Any, topics: Any, now_ms: int, host: str, builder: Any) -> Any:
@@ -172,6 +172,7 @@ KINDS = {"int8": 1, "int32": 4, "int64": 8}
 
 
 def stored_row(choices: Choices) -> dict[str, Any]:
+    """Draw a row of the log."""
     row: dict[str, Any] = dict(stored.RIGHT)
     for field in LOG_SCHEMA:
         if field.name == "kind" or choices.byte() % 2:
@@ -193,15 +194,15 @@ def check_stored(data: bytes) -> None:
     rows = [stored_row(choices)]
     while choices.are_left and len(rows) < 8:
         rows.append(stored_row(choices))
-    picks = [at for at in range(len(rows)) if at == 0 or choices.byte() % 4]
-    segment, of = stored.segment_of(rows)
+    picks = [index for index in range(len(rows)) if index == 0 or choices.byte() % 4]
+    segment, frame_of_rows = stored.segment_of(rows)
     results = []
     for codec in (PYTHON, COMPILED):
         try:
-            results.append(repr(stored.put(codec, segment, of, picks, bytes_max, host)))
+            results.append(repr(stored.put(codec, segment, frame_of_rows, picks, bytes_max, host)))
         except Exception as error:  # of any kind: it must be the same
             if codec is PYTHON and bytes_max != stored.ANY:
-                return  # it may be of a row behind the limit, which only the reference writes
+                return  # the error may be that of a row after the limit, which only the reference writes
             results.append(f"{type(error).__name__}: {error}")
     assert results[0] == results[1]
 
@@ -211,7 +212,7 @@ def stored_seeds() -> list[bytes]:
 
 
 def break_stored(patch: pytest.MonkeyPatch) -> None:
-    """The reference writes another region."""
+    """Let the reference write another region."""
     patch.setattr(records, "REGION", records.REGION.replace(b"D", b"d"))
 
 

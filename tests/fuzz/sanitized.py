@@ -23,11 +23,11 @@ MARK = b"__asan_report_load1"  # in each module that is checked
 
 
 def atheris_folder() -> Path:
-    """The folder with the libraries of atheris. Raises SystemExit with the command that installs it."""
-    found = importlib.util.find_spec("atheris")
-    if found is None or found.origin is None:
+    """Return the folder with the libraries of atheris. Raises SystemExit with the command that installs it."""
+    spec = importlib.util.find_spec("atheris")
+    if spec is None or spec.origin is None:
         raise SystemExit("fuzz: atheris is not installed: pip install atheris (its wheels need x86-64 Linux)")
-    return Path(found.origin).parents[1]
+    return Path(spec.origin).parents[1]
 
 
 def build() -> dict[str, str]:
@@ -36,9 +36,9 @@ def build() -> dict[str, str]:
     if compiler is None:
         raise SystemExit("fuzz: no gcc to build with sanitizers; --plain fuzzes the modules as they are")
     SITE.mkdir(parents=True, exist_ok=True)
-    built = {**os.environ, "CC": " ".join([compiler, *FLAGS]), "LDSHARED": f"{compiler} -shared"}
+    build_environment = {**os.environ, "CC": " ".join([compiler, *FLAGS]), "LDSHARED": f"{compiler} -shared"}
     steps = ["build_py", f"--build-lib={SITE}", "build_ext", f"--build-lib={SITE}", f"--build-temp={TEMP}"]
-    subprocess.run([sys.executable, "setup.py", "-q", *steps], cwd=ROOT, env=built, check=True)
+    subprocess.run([sys.executable, "setup.py", "-q", *steps], cwd=ROOT, env=build_environment, check=True)
     source = Path(__file__).with_name("counters.c")
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", COUNTERS, source], check=True)
     modules = list(SITE.rglob("*.so"))
@@ -49,7 +49,7 @@ def build() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that imports the copy, and has the sanitizers' runtime."""
+    """Return the environment of a process that imports the copy, and has the sanitizers' runtime."""
     atheris = atheris_folder()
     preloaded = [COUNTERS, atheris / RUNTIME, "libstdc++.so.6"]
     return {

@@ -18,7 +18,7 @@ class Target:
     """
 
     name: str
-    reads: str  # for the page: what is read, in a few words
+    reads: str  # the input in a few words, for the page
     check: Callable[[bytes], None]
     seeds: Callable[[], list[bytes]]
     break_it: Callable[[pytest.MonkeyPatch], None]

@@ -24,11 +24,16 @@ def near(seed: bytes, rng: random.Random) -> bytes:
     """Return a seed with a few bytes changed, removed, repeated or inserted."""
     data = bytearray(seed or b"\0")
     for _ in range(rng.randint(1, 3)):
-        at, size = rng.randrange(len(data) + 1), rng.randint(1, 4)
+        position, size = rng.randrange(len(data) + 1), rng.randint(1, 4)
         new = rng.choice(
-            [rng.randbytes(size), bytes(data[at : at + size]) * 2, b"", bytes([rng.choice(b"\0\1\x7f\xff9")])]
+            [
+                rng.randbytes(size),
+                bytes(data[position : position + size]) * 2,
+                b"",
+                bytes([rng.choice(b"\0\1\x7f\xff9")]),
+            ]
         )
-        data[at : at + rng.randint(0, size)] = new
+        data[position : position + rng.randint(0, size)] = new
     return bytes(data)
 
 
@@ -74,7 +79,7 @@ def test_decisions_come_from_the_bytes_in_their_order() -> None:
     assert Choices(b"\1\xff\xff").number() == -1
 
 
-def test_the_log_of_a_run_tells_executions_edges_and_the_fault() -> None:
+def test_the_log_of_a_run_names_executions_edges_and_the_fault() -> None:
     log = "#12\tNEW    cov: 34 ft: 5\n#99\tDONE   cov: 56 ft: 7\nstat::number_of_executed_units: 99\n"
     assert driver.result_of("t", 1, log, 0) == driver.Result("t", 1, 99, 56, "")
     error = " === Uncaught Python exception: ===\nValueError: x\nTraceback\n"
@@ -99,8 +104,8 @@ def test_the_fuzzer_finds_a_fault_and_keeps_its_input(
 ) -> None:
     monkeypatch.setattr(driver, "FOLDER", tmp_path)
     # Every second time, the fuzzer needs more than 100,000 executions.
-    broken = driver.fuzz("remoting-headers", driver.plain_environment(), ["--break", "-runs=800000"], 240)
-    assert broken.fault and broken.executions
+    faulty = driver.fuzz("remoting-headers", driver.plain_environment(), ["--break", "-runs=800000"], 240)
+    assert faulty.fault and faulty.executions
     assert list((tmp_path / "faults/remoting-headers").glob("crash-*"))
     whole = driver.fuzz("remoting-headers", driver.plain_environment(), ["-runs=2000"], 240)
     assert (whole.fault, whole.executions >= 2_000, whole.edges > 50) == ("", True, True)
@@ -115,7 +120,7 @@ def test_the_fuzzer_finds_a_fault_and_keeps_its_input(
 )
 def test_ten_minutes_find_no_fault() -> None:
     results = list(driver.fuzz_all(list(TARGETS), 600, sanitized.build()))
-    assert not [each for each in results if each.fault or not each.executions], results
+    assert not [result for result in results if result.fault or not result.executions], results
 
 
 def test_the_command_that_installs_atheris_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
