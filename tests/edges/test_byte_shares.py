@@ -100,8 +100,8 @@ def test_all_requests_are_granted_within_the_total(requests: list[tuple[str, int
 def test_a_request_cancelled_after_its_grant_gives_memory_back() -> None:
     async def work() -> None:
         quota = MemoryQuota(BYTES_MAX, BYTES_MAX)
-        await quota.room("a", BYTES_MAX)
-        waiting = asyncio.ensure_future(quota.room("b", BYTES_MAX))
+        await quota.add_when_fits("a", BYTES_MAX)
+        waiting = asyncio.ensure_future(quota.add_when_fits("b", BYTES_MAX))
         await asyncio.sleep(0)
         quota.remove("a", BYTES_MAX)
         waiting.cancel()  # in the same turn of the loop
@@ -115,8 +115,8 @@ def test_a_request_cancelled_after_its_grant_gives_memory_back() -> None:
 def test_a_request_cancelled_before_its_grant_gives_memory_back() -> None:
     async def work() -> None:
         quota = MemoryQuota(BYTES_MAX, BYTES_MAX)
-        await quota.room("a", BYTES_MAX)
-        waiting = asyncio.ensure_future(quota.room("b", BYTES_MAX))
+        await quota.add_when_fits("a", BYTES_MAX)
+        waiting = asyncio.ensure_future(quota.add_when_fits("b", BYTES_MAX))
         await asyncio.sleep(0)
         waiting.cancel()
         quota.remove("a", BYTES_MAX)  # in the same turn of the loop

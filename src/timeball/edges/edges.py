@@ -37,7 +37,7 @@ class Edges:
     def __init__(
         self, broker: Broker, metrics: Metrics, status: Status, security: Security, codec: Codec | None = None
     ) -> None:
-        """Create the edges. `codec` of the remoting edge; None: the compiled one, if it is installed."""
+        """Create the edges. `codec`: of the remoting edge. None: the compiled codec, if it is installed."""
         self.flight = FlightEdge(broker, status, security)
         self.remoting, self.grpc = RemotingEdge(broker, security, codec or CODEC), GrpcEdge(broker, security)
         self.http = HttpEdge(broker, metrics, status, security)

@@ -159,6 +159,6 @@ def test_random_settings_are_stored_or_refused_completely() -> None:
             except Refused:
                 assert clients.get("a") is None
             clients.remove("a")
-            assert not clients.produced()
+            assert not clients.producer_names()
 
     check()

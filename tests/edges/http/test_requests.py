@@ -239,8 +239,8 @@ def test_the_paths_of_clients_take_limited_memory(monkeypatch: pytest.MonkeyPatc
         names = [b"%d" % name for name in range(requests.QUERY_KEPT_PARAMETERS_MAX + 1)]
         table.find(b"/v1/messages/%d?" % number + b"&".join(names))
         table.find(b"/v1/messages/%d?" % number + b"&".join([b"a"] * len(names)))
-        assert 0 < len(table._found) <= 10
-    assert max(map(len, table._found)) < 30
+        assert 0 < len(table._results) <= 10
+    assert max(map(len, table._results)) < 30
 
 
 def test_pipelined_requests_get_whole_answers_in_their_order(node: RunningNode) -> None:

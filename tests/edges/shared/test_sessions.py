@@ -118,7 +118,7 @@ def test_leaving_one_group_keeps_the_others() -> None:
     assert clients.leave(a, producer_group="nobody", consumer_group="g") == set()
     assert clients.leave(1, producer_group="q", consumer_group="h") == set()
     assert list(clients._groups) == ["h"]
-    assert clients.produced() == ["q"]
+    assert clients.producer_names() == ["q"]
     assert clients.group("g") is None
 
 
@@ -196,7 +196,7 @@ def test_members_equal_those_of_a_model(steps: Any) -> None:
             result = [m.client_id for m in clients.producers(group)]
             assert sorted(result) == sorted(str(i) for i, g in producers if g == group)
         assert set(clients._groups) == {g for _, g in consumers}
-        assert set(clients.produced()) == {g for _, g in producers}
+        assert set(clients.producer_names()) == {g for _, g in producers}
 
 
 def test_set_produces_replaces_the_producer_groups() -> None:
@@ -206,7 +206,7 @@ def test_set_produces_replaces_the_producer_groups() -> None:
     clients.set_produces(session, {"t1", "t2"})
     clients.set_produces(session, {"t2", "t3"})
     assert clients.producers("t1") == [] and clients.producers("t3") == [session]
-    assert clients.produced() == ["t2", "t3"]
+    assert clients.producer_names() == ["t2", "t3"]
 
 
 def test_a_removed_session_is_reported_once() -> None:

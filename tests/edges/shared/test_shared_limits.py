@@ -46,7 +46,7 @@ def test_an_account_is_counted_once_it_is_known() -> None:
     limit = SharedLimit("calls", 4)
     for at in range(3):
         limit.take(f"10.0.0.{at}")
-        limit.name("shop")
+        limit.count_account("shop")
         assert (limit.excess(f"10.0.0.{at}", "shop") is not None) == (at == 2)
     for at in range(3):
         limit.give_back(f"10.0.0.{at}", "shop")

@@ -197,7 +197,7 @@ T = TypeVar("T")
 
 
 def check_size(subject: str, size_bytes: int, size_bytes_max: int) -> None:
-    """Raise OverLimit if there are too many bytes. Call it before the bytes are copied or parsed."""
+    """Raise OverLimit if there are too many bytes of `subject`. Call it before the bytes are copied or parsed."""
     if size_bytes > size_bytes_max:
         raise OverLimit(f"{subject} has {size_bytes} bytes; at most {size_bytes_max}")
 
@@ -208,7 +208,10 @@ def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _decode(data: bytes, kind: Any, subject: str) -> Any:
-    """Decode JSON to a struct. Raises RequestError for wrong fields, InvalidMessage for text that is no JSON."""
+    """Decode JSON to a struct of type `kind`. `subject`: of the error text.
+
+    Raises RequestError for wrong fields, and InvalidMessage for text that is no JSON.
+    """
     try:
         return _decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:

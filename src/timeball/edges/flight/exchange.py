@@ -283,7 +283,8 @@ class Upload(FlightCall):
     def _take_slot(self) -> None:
         """Take a slot in the limit.
 
-        If no slot is free, end the stream that has been idle for longest and take its slot.
+        If no slot is free, end the stream that has been idle for longest and take its slot. Raises OverLimit if no
+        stream may be ended.
         """
         try:
             super()._take_slot()
@@ -299,7 +300,7 @@ class Upload(FlightCall):
     def is_evictable_for(self, other: Upload) -> bool:
         """Check whether this stream is idle, and may be ended in favour of another stream.
 
-        It may be if both have the same address or account, or if all slots are taken.
+        It may be ended if both streams have the same address or account, or if all slots are taken.
         """
         if self.window or self._waiting_batch or self._is_decoding or self._held_bytes or self.has_unsent:
             return False

@@ -202,7 +202,7 @@ class FlightEdge:
             call.refuse(error)
 
     async def _do_action(self, call: FlightCall, message: bytes) -> None:
-        """Answer an action. The body of the request and the answer are JSON."""
+        """Answer an action. The body of the request and the answer are JSON. Raises the errors of codec and broker."""
         verb, body = codec.parse_action(message)
         codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
         if verb in codec.LARGE_ADMIN_ACTIONS:  # checked before the body is decoded, and again by the broker
@@ -355,7 +355,7 @@ class Reads:
             return
         try:
             async with asyncio.timeout(ANSWER_WAIT_S):
-                await self.answers.room(address, size_bytes)
+                await self.answers.add_when_fits(address, size_bytes)
         except TimeoutError:
             raise OverLimit(
                 f"{ANSWERS_BYTES_MAX} bytes of answers wait to be read by their clients; try again later"
@@ -363,9 +363,7 @@ class Reads:
 
 
 class _DelayedSchema:
-    """The message with the schema.
-
-    It is sent together with the rows, or after SCHEMA_DELAY_S if the read waits for rows.
+    """The message with the schema: sent together with the rows, or after SCHEMA_DELAY_S if the read waits for rows.
 
     It is not delayed longer, because a client with pyarrow can only cancel a read after it has the schema.
     """

@@ -64,7 +64,7 @@ async def perform(
         case wire.Schedules():
             broker.policy.allow(caller, Verb.ADMIN)
             page = await broker.schedules.page(PAGE_ROWS, request.page, None, caller)
-            return {"schedules": list(map(_schedule, page.schedules)), "next_page": page.next_page}
+            return {"schedules": list(map(_to_answer, page.schedules)), "next_page": page.next_page}
         case wire.Selections():
             broker.policy.allow(caller, Verb.ADMIN)
             selections = broker.tables.selections.all()
@@ -87,7 +87,7 @@ async def perform(
     raise AssertionError(f"no verb for {request!r}")
 
 
-def _schedule(shown: Shown) -> answers.RecurringSchedule:
+def _to_answer(shown: Shown) -> answers.RecurringSchedule:
     """Convert a schedule to its form in an answer."""
     facts, progress = shown.facts, shown.progress
     has_run = progress.runs > 0
@@ -101,7 +101,7 @@ def _schedule(shown: Shown) -> answers.RecurringSchedule:
 
 
 async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:
-    """Read the rows for a queue read or a pull, in READ_SCHEMA."""
+    """Read the rows for a queue read or a pull, in READ_SCHEMA. Raises the errors of the broker."""
     if isinstance(request, wire.Pull):
         return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)

@@ -193,7 +193,7 @@ class LongPolls:
 
 
 def long_poll_ms(call: Call, timeout: Duration | None) -> int:
-    """Determine how many ms a call waits for its first message: at most its timeout, and not up to its deadline.
+    """Determine how many ms a call waits for its first message: at most its timeout, and never until its deadline.
 
     `timeout` None: LONG_POLL_MS_MAX. Raises Refused for an invalid timeout.
     """
@@ -320,5 +320,5 @@ def choose_producer_stream(
     return choice(streams) if streams else None
 
 
-# The constructor of each handler class of this edge gets it.
+# The constructor of each handler class of this edge gets a GrpcContext.
 GrpcContext = EdgeContext[str, Client]

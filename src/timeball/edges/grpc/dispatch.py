@@ -71,13 +71,15 @@ class Dispatch:
         self._handlers: dict[str, Any] = {}
         self._check, self.admit = check, admit
         for handlers in handler_tables:
-            invalid = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
-            assert not invalid, f"no such call, or two handlers for it: {sorted(invalid)}"
+            invalid_names = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
+            assert not invalid_names, f"no such call, or two handlers for it: {sorted(invalid_names)}"
             self._handlers.update(handlers)
-        direct = {name: handler for name, handler in self._handlers.items() if isinstance(handler, Direct)}
-        self._direct = {name: handler.begin for name, handler in direct.items()}
+        direct_handlers = {
+            name: handler for name, handler in self._handlers.items() if isinstance(handler, Direct)
+        }
+        self._direct = {name: handler.begin for name, handler in direct_handlers.items()}
         self._decoders = {
-            name: handler.decode for name, handler in direct.items() if handler.decode is not None
+            name: handler.decode for name, handler in direct_handlers.items() if handler.decode is not None
         }
 
     def decoder(self, name: str) -> Callable[[bytes], Any]:
@@ -191,11 +193,11 @@ def check(policy: Policy, call: Call, name: str, request: Any) -> None:
     """Check that the caller has the permissions that the call requires. Raises Unauthorized, Forbidden, Refused."""
     if call.caller is ANONYMOUS or name in ACCOUNT_ONLY:
         return
-    required = REQUIRED_PERMISSIONS.get(name, RequiredPermission(Verb.ADMIN))
-    group = group_name(request.group) if required.on_group else None
-    topics: list[str | None] = [topic_name(topic) for topic in required.find_topics(request)]
+    permission = REQUIRED_PERMISSIONS.get(name, RequiredPermission(Verb.ADMIN))
+    group = group_name(request.group) if permission.on_group else None
+    topics: list[str | None] = [topic_name(topic) for topic in permission.find_topics(request)]
     for topic in topics or [None]:
-        policy.allow(call.caller, required.verb, topic=topic, group=group)
+        policy.allow(call.caller, permission.verb, topic=topic, group=group)
 
 
 def check_settings(policy: Policy, caller: Caller, settings: Settings) -> None:

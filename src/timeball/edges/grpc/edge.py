@@ -149,7 +149,7 @@ class AdmittedExchange(GrpcExchange):
             self.dispatch.admit(self.call)
             calls, self._account = self._limits.calls, self.call.caller.name
             if self._account:
-                calls.name(self._account)
+                calls.count_account(self._account)
             # Below half of the limit no caller exceeds its share, so the shares are not computed.
             if calls.taken > calls.limit // 2 and (text := calls.excess(self.call.peer, self._account)):
                 raise OverLimit(text)

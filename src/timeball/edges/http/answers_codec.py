@@ -428,7 +428,7 @@ def parse_unit(text: str) -> BucketUnit:
 
 
 def parse_window(query: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Parse the window of ?from=&to=, with None for a missing end. Raises InvalidDelay."""
+    """Parse the window of ?from=&to=, in ms since 1970, with None for a missing bound. Raises InvalidDelay."""
     from_ms, to_ms = (
         time_parsing.due_ms(query[name], name) if name in query else None for name in ("from", "to")
     )
@@ -448,18 +448,18 @@ def page_answer(page: PendingPage) -> WaitingPage:
     return WaitingPage(messages, None if page.next_page is None else "-".join(map(str, page.next_page)))
 
 
-def forecast_answer(counted: DueCounts) -> Forecast:
+def forecast_answer(counts: DueCounts) -> Forecast:
     """Build the answer for a forecast. A bucket is in it if messages or occurrences are due in it."""
-    due, recurring = dict(counted.buckets), dict(counted.recurring)
+    due, recurring = dict(counts.buckets), dict(counts.recurring)
     buckets = [Bucket(ms, due.get(ms, 0), recurring.get(ms, 0)) for ms in sorted({*due, *recurring})]
     return Forecast(
-        counted.by,
-        counted.from_ms,
-        counted.to_ms,
-        format_time(counted.counted_ms),
-        counted.counted_ms,
+        counts.by,
+        counts.from_ms,
+        counts.to_ms,
+        format_time(counts.counted_ms),
+        counts.counted_ms,
         buckets,
-        counted.topics,
-        counted.recurring_topics,
-        counted.recurring_to_ms if counted.recurring_to_ms < counted.to_ms else None,
+        counts.topics,
+        counts.recurring_topics,
+        counts.recurring_to_ms if counts.recurring_to_ms < counts.to_ms else None,
     )

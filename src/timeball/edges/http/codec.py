@@ -72,15 +72,15 @@ class Moving(msgspec.Struct, forbid_unknown_fields=True):
 encode = msgspec.json.Encoder().encode
 
 
-def check_content_type(content_type: str, *known: str) -> str:
+def check_content_type(content_type: str, *known_types: str) -> str:
     """Read the media type from the header `content-type`, without parameters and in lower case.
 
-    Raises Refused (415) if the type is not in `known`, or has another parameter than the charset UTF-8.
+    Raises Refused (415) if the type is not in `known_types`, or has another parameter than the charset UTF-8.
     """
     name, semicolon, rest = content_type.partition(";")
     name = name.strip().lower()
-    if name not in known or (semicolon and not _CHARSET.fullmatch(semicolon + rest)):
-        raise Refused(415, f"content-type {content_type[:80]!r}: send {' or '.join(known)}")
+    if name not in known_types or (semicolon and not _CHARSET.fullmatch(semicolon + rest)):
+        raise Refused(415, f"content-type {content_type[:80]!r}: send {' or '.join(known_types)}")
     return name
 
 
@@ -232,7 +232,7 @@ class LeasedEncoder:
                 yield _encode_leased(values, topic)
 
     def _encode_new(self, topic: str, seq: int, row: Sequence[Any]) -> bytes:
-        """Encode a message, and keep it if it is small. It replaces the oldest one if _KEPT_MAX are kept."""
+        """Encode a message, and cache it if it is small. In a full cache, it replaces the oldest message."""
         encoded = _encode_leased(row, topic)
         if len(encoded) <= _KEPT_BYTES_MAX:
             if len(self._encoded) >= _KEPT_MAX:

@@ -137,12 +137,12 @@ class HttpConnection(HttpToolsProtocol):
         self._is_invalid = False  # the client has sent an invalid request; the bytes behind it are ignored
         self._serving: Exchange | None = None  # the request that is started and not answered
         self._unused_bytes = 0  # received since the last head or part of a body
-        # of the pieces in which the newest head came, which may also contain other bytes: its largest possible size
+        # the size of the pieces in which the newest head came: an upper limit of its size, as they may have other bytes
         self._head_pieces_bytes = 0
         # the first bytes of the connection, by which another protocol is recognized
         self._first_bytes = b""
         self._is_in_head = True  # a head is expected at once, or has begun
-        # of a head that has not come at once; None while there is none
+        # the time limit of a head that has not come in one piece. None: no such head is under way
         self._head_deadline: asyncio.TimerHandle | None = None
         self._idle_since_s: float | None = None  # None while a request is under way
         self._is_stopping = False  # the broker stops: requests that come are refused
@@ -250,11 +250,11 @@ class HttpConnection(HttpToolsProtocol):
             WRONG_PROTOCOLS.note("http", self._first_bytes, peer, self.loop.time())
         if self.waiting and self.cycle.more_body:
             self.waiting.pop()  # the invalid request itself: a part of its body is invalid
-        last = self.waiting[-1][0] if self.waiting else self._serving
-        if last is None or (last.more_body and not last.response_started):
+        last_exchange = self.waiting[-1][0] if self.waiting else self._serving
+        if last_exchange is None or (last_exchange.more_body and not last_exchange.response_started):
             super().send_400_response(msg)
         else:
-            last.keep_alive, self._is_invalid, self._is_in_head = False, True, False
+            last_exchange.keep_alive, self._is_invalid, self._is_in_head = False, True, False
             self._cancel_head_deadline()
 
     # -- events of the parser ----------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class HttpConnection(HttpToolsProtocol):
         self._cancel_head_deadline()
         parser = self.parser
         target, endpoint = self._paths.find(self.url)
-        earlier = self.cycle
+        earlier_exchange = self.cycle
         exchange = self.cycle = Exchange(
             parser.get_method().decode("ascii"),
             target,
@@ -295,7 +295,7 @@ class HttpConnection(HttpToolsProtocol):
         )
         exchange.on_response = self.on_response_complete
         self.waiting.append((exchange, endpoint))
-        if earlier is not None and not earlier.response_complete:
+        if earlier_exchange is not None and not earlier_exchange.response_complete:
             self.flow.pause_reading()
 
     def _head_bytes(self) -> int:
@@ -361,7 +361,7 @@ class HttpConnection(HttpToolsProtocol):
             exchange.transport.close()
 
     def on_response_complete(self) -> None:
-        """Start the next request that has come, or wait for one for a limited time."""
+        """Start the next request that has come, or wait for the next request for a limited time."""
         self.server_state.total_requests += 1
         self._serving = None
         if self.transport.is_closing():
@@ -383,13 +383,13 @@ class HttpConnection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(wait_s, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if it has been idle for long enough."""
+        """Close the connection if it has been idle for `timeout_keep_alive` seconds."""
         self.timeout_keep_alive_task = None
         if self._idle_since_s is None:
             return  # the timer starts again after the answer
-        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
-        if left_s > 0:
-            self._wait_for_next_request(left_s)
+        remaining_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if remaining_s > 0:
+            self._wait_for_next_request(remaining_s)
         else:
             super().timeout_keep_alive_handler()
 

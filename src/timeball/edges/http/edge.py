@@ -172,7 +172,7 @@ class HttpEdge:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
-        """Accept no more requests, wait up to STOP_S for those under way, and close the connections."""
+        """Accept no more requests, wait up to STOP_S for requests under way, and close the connections."""
         if self._server is None or self._serving is None:
             return
         self._server.stop()

@@ -48,7 +48,7 @@ class RecoveryResponder:
         self._settings, self._security = settings, security
         self._listening: socket.socket | None = None
         self._server: asyncio.Server | None = None
-        self._open = 0  # connections
+        self._open_count = 0  # connections
 
     async def start(self) -> None:
         """Begin to answer, unless there is no HTTP port. Raises SetupError when the port is taken."""
@@ -77,9 +77,9 @@ class RecoveryResponder:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request, and close its connection."""
-        self._open += 1
+        self._open_count += 1
         try:
-            if self._open <= CONNECTIONS_MAX:
+            if self._open_count <= CONNECTIONS_MAX:
                 async with asyncio.timeout(REQUEST_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     writer.write(encode_answer(head))
@@ -87,7 +87,7 @@ class RecoveryResponder:
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
             logger.info("not answered while recovering reason=%s", type(error).__name__)
         finally:
-            self._open -= 1
+            self._open_count -= 1
             writer.close()
 
 

@@ -60,7 +60,7 @@ STREAM_READ_S = 20.0  # for a client to read the earlier chunks of a stream befo
 BODY_S = 20.0  # for reserving its bytes and receiving the whole body
 ANSWER_S = 60.0  # for a client to read an answer
 PATHS_KEPT_MAX, PATH_KEPT_CHARACTERS_MAX = 4_096, 1_024
-QUERY_KEPT_PARAMETERS_MAX = 16  # a parsed one takes about 140 bytes
+QUERY_KEPT_PARAMETERS_MAX = 16  # a parsed parameter takes about 140 bytes
 _NO_QUERY = QueryParams("")
 
 
@@ -121,7 +121,7 @@ class Call:
         try:
             async with asyncio.timeout(BODY_S):
                 # Reserve the bytes before reading: until then uvicorn stops reading from the client.
-                await self._request_limits.received.room(self.peer, reserved_bytes)
+                await self._request_limits.received.add_when_fits(self.peer, reserved_bytes)
                 self.held_bytes = reserved_bytes
                 has_more = True
                 while has_more:
@@ -313,14 +313,14 @@ class Endpoint:
         if not self._needs_no_account:
             call.caller = self._security.caller(call.headers, self._now_ms())
             call.account = call.caller.name
-            call_limit.name(call.account)
+            call_limit.count_account(call.account)
         if excess := call_limit.excess(call.peer, call.account):
             raise OverLimit(excess)
         check_parameters(call.query, self._parameters.get(name))
         return handler
 
     async def _handle(self, call: Call, handler: Handler) -> None:
-        """Run a handler, and send its answer (a task)."""
+        """Run a handler as a task, and send its answer, or the problem document for its error."""
         try:
             answer = await handler(call)
             if isinstance(answer, Answer) and answer.size_bytes and call.exchange.method == "GET":
@@ -396,7 +396,7 @@ class Endpoint:
         call.release()
 
     async def _write_later(self, call: Call, answer: Answer) -> None:
-        """Write an answer when the client has read earlier ones."""
+        """Write an answer when the client has read earlier answers."""
         sent, exchange = self._request_limits.sent, call.exchange
         sent.add(exchange.peer, answer.size_bytes)
         try:
@@ -447,7 +447,7 @@ class Endpoint:
         await self._write_chunk(exchange, b"", has_more=False)
 
     async def _write_chunk(self, exchange: Exchange, chunk: bytes, *, has_more: bool) -> None:
-        """Send a chunk when the client has read earlier ones. Raises TimeoutError if it does not."""
+        """Send a chunk when the client has read earlier chunks. Raises TimeoutError if it does not."""
         # `send` returns when the transport can take more. If the client does not read, only this chunk waits here.
         self._request_limits.sent.add(exchange.peer, len(chunk))
         try:
@@ -465,13 +465,13 @@ def no_path(path: str) -> Answer:
     return problem(404, "not_found", f"no path {path[:200]!r}; GET /openapi.json has them all")
 
 
-def check_parameters(query: QueryParams, known: tuple[str, ...] | None) -> None:
-    """Raise RequestError for an unknown or repeated query parameter. `known` None allows all parameters."""
-    if not query or known is None:
+def check_parameters(query: QueryParams, known_names: tuple[str, ...] | None) -> None:
+    """Raise RequestError for an unknown or repeated query parameter. `known_names` None allows all parameters."""
+    if not query or known_names is None:
         return
     for name in query:
-        if name not in known:
-            raise RequestError(f"parameter {name[:80]!r} is not known; {valid(name, known)}")
+        if name not in known_names:
+            raise RequestError(f"parameter {name[:80]!r} is not known; {valid(name, known_names)}")
         if len(query.getlist(name)) > 1:
             raise RequestError(f"parameter {name!r} is there {len(query.getlist(name))} times; give it once")
 
@@ -485,15 +485,15 @@ class PathTable:
         for template, endpoint in endpoints.items():
             pattern, _, converters = compile_path(template)
             self._routes.append(_Route(template.partition("{")[0], pattern, converters, endpoint))
-        # The last targets that were found. Clients choose topics and ids, so their number is limited.
-        self._found: dict[bytes, tuple[Target, Endpoint | None]] = {}
+        # The results of the last look-ups, by URL. Clients choose topics and ids, so their number is limited.
+        self._results: dict[bytes, tuple[Target, Endpoint | None]] = {}
 
     def find(self, url: bytes) -> tuple[Target, Endpoint | None]:
         """Find the endpoint for the URL of a request. None for an unknown path.
 
         Raises httptools.HttpParserInvalidURLError and UnicodeDecodeError.
         """
-        return self._found.get(url) or self._find(url)
+        return self._results.get(url) or self._find(url)
 
     def _find(self, url: bytes) -> tuple[Target, Endpoint | None]:
         """Parse a URL and compare its path with each template, and remember a short URL. See `find`."""
@@ -505,12 +505,12 @@ class PathTable:
         for prefix, pattern, converters, endpoint in self._routes:
             if path.startswith(prefix) and (match := pattern.match(path)):
                 params = {name: converters[name].convert(text) for name, text in match.groupdict().items()}
-                found = Target(path, query, params), endpoint
+                result = Target(path, query, params), endpoint
                 if len(url) <= PATH_KEPT_CHARACTERS_MAX and url.count(b"&") < QUERY_KEPT_PARAMETERS_MAX:
-                    if len(self._found) >= PATHS_KEPT_MAX:
-                        self._found.clear()
-                    self._found[url] = found
-                return found
+                    if len(self._results) >= PATHS_KEPT_MAX:
+                        self._results.clear()
+                    self._results[url] = result
+                return result
         return Target(path, query, {}), None
 
 

@@ -148,8 +148,8 @@ def decode_messages(
 
     `ids` makes the missing ids. The messages become rows if `may_use_rows`, `now_ms` is given, and they are at most
     SMALL_BATCH_ROWS, else columns. In rows, delays become due times that are counted from `now_ms`. With
-    `keeps_delays`, delays stay delays, so that a repeated send has the same content. The other `decode_…` functions
-    have the same parameters.
+    `keeps_delays`, delays stay delays, so that a repeated send has the same content: messages with a delay then become
+    columns. The other `decode_…` functions have the same parameters.
     """
     if content_type == ARROW:
         try:
@@ -366,7 +366,7 @@ def build_answer(
 
 
 def _add_pending(sent: Sent, pending: UniqueMessage) -> None:
-    """Add to the answer of a message the one that it has replaced. A kept message is the answer itself."""
+    """Add the pending message with the same unique key to an answer, as the kept or as the replaced message."""
     due = format_time(pending.due_ms)
     if sent.outcome == KEPT:
         sent.id, sent.due, sent.due_ms, sent.past_ms = pending.id, due, pending.due_ms, 0
@@ -401,8 +401,8 @@ def _convert_messages(
     uses_rows = may_use_rows and now_ms is not None and len(messages) <= SMALL_BATCH_ROWS
     if keeps_delays and uses_rows:
         uses_rows = all(message.after is msgspec.UNSET for message in messages)
-    # body, tag, keys and properties of each message, for columns
-    rows: list[tuple[bytes, str | None, str | None, str | None]] = []
+    # body, tag, keys and properties of each message
+    column_values: list[tuple[bytes, str | None, str | None, str | None]] = []
     send_rows: list[SendRow] = []
     ids_and_times, size_bytes = list[IdAndTime](), 0
     unique: UniqueKey | None = None
@@ -435,7 +435,7 @@ def _convert_messages(
             unique = _check_unique_key(message, len(messages))
             keys = with_unique_key(keys, unique)
         if now_ms is None or not uses_rows:
-            rows.append((body, tag, keys, properties))
+            column_values.append((body, tag, keys, properties))
         else:  # a row has a due time and no delay
             if identity.delay_ms is not None:
                 identity = IdAndTime(identity.message_id, now_ms + identity.delay_ms, None, True)
@@ -446,7 +446,7 @@ def _convert_messages(
                 )
             )  # fmt: skip
         ids_and_times.append(identity)
-    columns = _to_columns(topic, rows, ids_and_times) if rows else None
+    columns = _to_columns(topic, column_values, ids_and_times) if column_values else None
     return DecodedSend(
         send_rows if columns is None else columns, len(messages), size_bytes, ids_and_times, is_single, unique,
         level_windows_ms,
@@ -455,13 +455,16 @@ def _convert_messages(
 
 def _to_columns(
     topic: str,
-    rows: Sequence[tuple[bytes, str | None, str | None, str | None]],
+    column_values: Sequence[tuple[bytes, str | None, str | None, str | None]],
     ids_and_times: Sequence[IdAndTime],
 ) -> pa.RecordBatch:
-    """Convert the fields of messages to a batch of _SCHEMA. Raises InvalidMessage."""
+    """Convert the values of messages to a batch of _SCHEMA. Raises InvalidMessage.
+
+    `column_values`: body, tag, keys and properties of each message.
+    """
     rows_of_values = [
         (topic, body, tag, keys, identity.message_id, properties, identity.due_ms, identity.delay_ms)
-        for (body, tag, keys, properties), identity in zip(rows, ids_and_times, strict=True)
+        for (body, tag, keys, properties), identity in zip(column_values, ids_and_times, strict=True)
     ]
     try:
         arrays = [
@@ -528,7 +531,7 @@ def _check_unique_key(message: Message, count: int) -> UniqueKey:
 
 
 def _parse_window(message: Message, identity: IdAndTime) -> int:
-    """Check the delivery window of a message, and return its length. Raises InvalidDelay."""
+    """Check the delivery window of a message, and return its length in ms. Raises InvalidDelay."""
     if message.window is UNSET:
         raise InvalidDelay("spread without window: give both")
     if identity.due_ms is None and identity.delay_ms is None:
@@ -561,7 +564,10 @@ def begins_of_windows(decoded: DecodedSend, now_ms: int) -> dict[int, int]:
 
 
 def with_due_times(decoded: DecodedSend, due_times_ms: Mapping[int, int]) -> DecodedSend:
-    """Replace the due times of messages of a send. `due_times_ms` has the new ones by the index of the message."""
+    """Replace the due times of messages of a JSON send. `due_times_ms` has new due times, by the index of the message.
+
+    A message that is not in `due_times_ms` keeps its time.
+    """
     ids_and_times = [
         IdAndTime(identity.message_id, due_times_ms[index], None, True) if index in due_times_ms else identity
         for index, identity in enumerate(decoded.ids_and_times or [])
@@ -583,8 +589,8 @@ def _encode_expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> s
     """Encode the expiry of a message as properties. Raises InvalidDelay.
 
     The expiry must be after `latest`, the last time at which the message may be due. A delay is counted from `now_ms`.
-    None for a send that may be repeated, because its answer must not depend on the present time: a delay is then not
-    compared with the expiry.
+    `now_ms` is None for a send that may be repeated, whose answer must not depend on the present time. Then a delay is
+    not compared with the expiry.
     """
     if latest.due_ms is None and latest.delay_ms is None:
         raise InvalidDelay("a message without at or after is visible at once: leave its expiry out")
@@ -604,7 +610,7 @@ def _encode_expiry(message: Message, latest: IdAndTime, now_ms: int | None) -> s
 
 
 def _extract_body(index: int, message: Message) -> bytes:
-    """Extract the body of a message from `body`, `json` or `base64`. Raises InvalidMessage unless one is given."""
+    """Extract the body of a message. Raises InvalidMessage unless it has exactly one of `body`, `json` and `base64`."""
     json = None if message.json is msgspec.UNSET else message.json
     given_count = (message.body is not None) + (json is not None) + (message.base64 is not None)
     if message.body is not None and given_count == 1:

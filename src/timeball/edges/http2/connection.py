@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
     """The asyncio protocol of one client.
 
     `begin` creates the call of a new stream, or refuses it with an answer and returns None. `connections` is the edge's
-    set of open connections, to which this one adds itself.
+    set of open connections, to which this connection adds itself.
     """
 
     def __init__(
@@ -480,7 +480,10 @@ class Connection(asyncio.Protocol):
         raise BrokenRule(Fault.PROTOCOL_ERROR, "a client's PUSH_PROMISE")
 
     def _count_strain(self, count: int = 1) -> None:
-        """Add to the strain, less the relief for DATA frames sent meanwhile. Raises BrokenRule beyond STRAIN_MAX."""
+        """Reduce the strain by the relief for DATA frames since the last call, then add `count`.
+
+        Raises BrokenRule beyond STRAIN_MAX.
+        """
         data_frames = self.streams.data_frames
         relief = STRAIN_RELIEF_PER_DATA * (data_frames - self._credited_frames)
         self._strain = max(0, self._strain - relief) + count
@@ -542,7 +545,7 @@ class Connection(asyncio.Protocol):
         self._check_silence(now_s)
 
     def _check_silence(self, now_s: float) -> None:
-        """Ping a client that has been silent for PING_S, and abort if it answers nothing within PING_TIMEOUT_S."""
+        """Ping a client that has been silent for PING_S. Abort if it stays silent for PING_TIMEOUT_S after the ping."""
         if self._ping_sent_s is not None and self.last_received_s >= self._ping_sent_s:
             self._ping_sent_s = None
         if self._ping_sent_s is None:

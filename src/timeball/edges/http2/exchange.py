@@ -112,7 +112,10 @@ class Exchange(Stream):
         room.calls.by_address[call.peer] += 1
 
     def begin(self, method: Method) -> Exchange | None:
-        """Wait for the request, or start a call with a stream of requests. Returns None if the call has failed."""
+        """Set the method, and start a call with a stream of requests. Any other call starts with its complete request.
+
+        Returns None if the call has failed.
+        """
         self.method = method
         if method.takes_stream:
             self._start_stream()
@@ -471,9 +474,9 @@ def decompress(data: bytes, encoding: str, bytes_max: int) -> bytes:
     """Decompress a message with this grpc-encoding to at most `bytes_max`. Raises DecompressionError."""
     wbits = WBITS_BY_ENCODING.get(encoding)
     if wbits is None:
-        known = ", ".join(WBITS_BY_ENCODING)
+        known_encodings = ", ".join(WBITS_BY_ENCODING)
         raise DecompressionError(
-            GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {encoding[:40]!r}: {known} or identity"
+            GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {encoding[:40]!r}: {known_encodings} or identity"
         )
     decompressor = zlib.decompressobj(wbits)
     try:

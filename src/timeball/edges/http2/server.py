@@ -153,7 +153,7 @@ class Server:
         now_s: float,
         is_half_closed: bool,
     ) -> Stream | None:
-        """Create and begin the call of a new stream. Returns None if it has ended already: refused with an answer.
+        """Create and begin the call of a new stream. Returns None if the call has ended already, with an answer.
 
         `size_bytes` is the size of the headers. A request that is no gRPC call becomes a `NotGrpc`.
         """
@@ -173,6 +173,7 @@ class Server:
             exchange.fail(GrpcStatus.INTERNAL, f"grpc-timeout {timeout[:20]!r}: digits and one of HMSmun")
         elif size_bytes > HEADERS_BYTES_MAX:
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, f"headers of more than {HEADERS_BYTES_MAX} bytes")
+        # Up to half of the limit, `excess` never refuses a call.
         elif calls.taken > calls.limit // 2 and (text := calls.excess(call.peer)):
             exchange.fail(GrpcStatus.RESOURCE_EXHAUSTED, text)
         else:

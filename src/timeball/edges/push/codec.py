@@ -158,20 +158,20 @@ def retry_after_ms(value: str | None, now_ms: int) -> int:
 def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yield a header `timeball-property-NAME` for each property. Attributes of a CloudEvent keep their names.
 
-    Properties that would exceed PROPERTIES_CHARACTERS_MAX characters together are omitted. A last header has their
-    number.
+    From the first property on that exceeds PROPERTIES_CHARACTERS_MAX in total, properties are omitted. Then the
+    last header contains the number of omitted ones.
     """
     is_event, characters_left, omitted_count = "ce-specversion" in properties, PROPERTIES_CHARACTERS_MAX, 0
     for name, value in properties.items():
         if name in _INTERNAL_PROPERTIES:
             continue
         is_event_attribute = is_event and name.startswith("ce-")
-        header = quote(name, safe=_SAFE_IN_NAMES), _percent_encoded(value)
-        characters_left -= len(header[0]) + len(header[1])
+        header_name, header_value = quote(name, safe=_SAFE_IN_NAMES), _percent_encoded(value)
+        characters_left -= len(header_name) + len(header_value)
         if characters_left < 0:
             omitted_count += 1
         else:
-            yield (header[0] if is_event_attribute else f"timeball-property-{header[0]}"), header[1]
+            yield (header_name if is_event_attribute else f"timeball-property-{header_name}"), header_value
     if omitted_count:
         yield "timeball-properties-omitted", str(omitted_count)
 

@@ -75,7 +75,7 @@ class _CheckedResolver(AbstractResolver):
 
         The OSError is ForbiddenAddress if no address is allowed.
         """
-        reasons, allowed = list[str](), list[ResolveResult]()
+        reasons, results = list[str](), list[ResolveResult]()
         for address_text in await self._look_up(self._name, port):
             address = parse_address(address_text)
             reason = self._allowed.refusal(self._name, address)
@@ -84,14 +84,14 @@ class _CheckedResolver(AbstractResolver):
                 continue
             family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
             flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            allowed.append(
+            results.append(
                 ResolveResult(
                     hostname=host, host=address_text, port=port, family=family, proto=0, flags=flags
                 )
             )
-        if not allowed:
+        if not results:
             raise ForbiddenAddress("; ".join(reasons) or f"{host} has no address")
-        return allowed
+        return results
 
     async def close(self) -> None:
         """Do nothing: the threads belong to the owner of `look_up`."""

@@ -96,7 +96,7 @@ class PushEdge:
             self._replace_worker(name)
 
     async def close(self) -> None:
-        """Stop delivering. Requests have STOP_S to end. The messages of the others return to their groups."""
+        """Stop delivering. Requests are cancelled after STOP_S, and their messages return to the groups."""
         for start_task in self._start_tasks.values():
             start_task.cancel()
         workers = list(self._workers.values())
@@ -224,9 +224,7 @@ class Worker:
     ) -> None:
         """`name`: of the subscription. `receiver`, which the worker closes, sends its requests.
 
-        `figures` is changed here.
-
-        `body_quota` and `filters` are shared by all workers.
+        `figures` is changed here. `body_quota` and `filters` are shared by all workers.
         """
         self._name, self._subscription, self._broker = name, subscription, broker
         self._receiver, self._figures, self._body_quota = receiver, figures, body_quota
@@ -269,7 +267,7 @@ class Worker:
             self._receive_task.cancel()
 
     async def end(self, wait_s: float | None) -> None:
-        """Wait up to `wait_s` seconds (None: without limit) for the requests to end. Then cancel the others.
+        """Wait up to `wait_s` seconds (None: without limit) for the requests to end. Then cancel them.
 
         The messages of cancelled requests return to the group. Call `halt` first.
         """
@@ -300,7 +298,10 @@ class Worker:
                 await self._wait_idle(asyncio.sleep(RETRY_S))
 
     async def _receive(self) -> None:
-        """Wait for messages, receive as many as may be sent now, and start their requests. Raises TimeballError."""
+        """Wait for messages, receive as many as may be sent now, and start their requests. Raises TimeballError.
+
+        Does nothing if no message arrives within WAIT_MS, or if the topic does not exist.
+        """
         consuming, capacity = self._broker.consuming, await self._wait_for_capacity()
         try:
             request = self._receive_request(capacity)
@@ -313,7 +314,7 @@ class Worker:
         if not await self._wait_idle(consuming.wait_for_rows(request, WAIT_MS)):
             return
         # Reserve the bytes before receiving, because there is a limit for the bodies of all subscriptions together.
-        await self._body_quota.room(self._name, limits.POP_BYTES_MAX)
+        await self._body_quota.add_when_fits(self._name, limits.POP_BYTES_MAX)
         capacity = self._pace.capacity()
         try:
             if not capacity:
@@ -414,7 +415,7 @@ class Worker:
             self._pace.record_success()
         else:
             is_overloaded = answer.status in (429, 503)  # so its Retry-After holds all messages
-            self._pace.record_failure(_limited(answer.retry_after_ms) if is_overloaded else 0)
+            self._pace.record_failure(_limit_pause(answer.retry_after_ms) if is_overloaded else 0)
             self._figures.last_failure = f"{answer.outcome}: {answer.detail}"[:300]
         self._figures.failures, self._figures.is_held = self._pace.failures, self._pace.is_circuit_open
         if self._pace.is_circuit_open and not was_circuit_open:
@@ -441,12 +442,14 @@ class Worker:
             policy = group.group_retry_policy if group is not None else None
             # The group's retry delay is the minimum. Otherwise a receiver that requests one second would use up all
             # attempts within a minute.
-            delay_ms = max(retry_delay_ms(policy, request.delivery.attempt), _limited(answer.retry_after_ms))
+            delay_ms = max(
+                retry_delay_ms(policy, request.delivery.attempt), _limit_pause(answer.retry_after_ms)
+            )
             await consuming.nack(request.receipt, delay_ms, f"push: {answer.outcome}: {answer.detail}")
 
 
-def _limited(retry_after_ms: int) -> int:
-    """Limit the pause that a receiver has requested."""
+def _limit_pause(retry_after_ms: int) -> int:
+    """Limit the pause in ms that a receiver has requested."""
     return min(retry_after_ms, limits.PUSH_RETRY_AFTER_MS_MAX)
 
 

@@ -460,12 +460,12 @@ def signed_content(command: Command) -> bytes:
 
 def check_permission(caller: Caller, command: Command) -> None:
     """Check that the caller may make this request. Raises Forbidden, or Refused if a header field is missing."""
-    required = REQUIRED_PERMISSIONS.get(command.code, _ADMIN)
-    names = [command.ext.get(field) for field in (required.topic, required.group) if field is not None]
+    permission = REQUIRED_PERMISSIONS.get(command.code, _ADMIN)
+    names = [command.ext.get(field) for field in (permission.topic, permission.group) if field is not None]
     if None in names:
         raise Refused(
             ResponseCode.INVALID_PARAMETER, f"code {command.code}: the header names no topic, or no group"
         )
-    topic = command.ext[required.topic] if required.topic else None
-    group = command.ext[required.group] if required.group else None
-    Policy.allow(caller, required.verb, topic=topic, group=group)
+    topic = command.ext[permission.topic] if permission.topic else None
+    group = command.ext[permission.group] if permission.group else None
+    Policy.allow(caller, permission.verb, topic=topic, group=group)

@@ -190,7 +190,7 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         receiver: Receiver,
-        opened: set[Connection],
+        open_connections: set[Connection],
         loop: asyncio.AbstractEventLoop,
         memory_limits: MemoryLimits | None = None,
         cut: Cut = cut,
@@ -198,12 +198,12 @@ class Connection(asyncio.Protocol):
     ) -> None:
         """Prepare for a transport.
 
-        `opened` contains this connection while it is open. `memory_limits` are shared with the edge's other
+        `open_connections` contains this connection while it is open. `memory_limits` are shared with the edge's other
         connections. `cut` splits received bytes into the frames or runs that `receiver` gets. `edge` is the name of
         the edge in log lines.
         """
         self._edge = edge
-        self._receiver, self._open_connections, self._loop = receiver, opened, loop
+        self._receiver, self._open_connections, self._loop = receiver, open_connections, loop
         self.flow = Flow(memory_limits or MemoryLimits())
         self._splitter = Splitter(cut=cut)
         # True while the requests of one read are handled: their answers are written together.
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         return exceeds_share(self.peer[0], (each.peer[0] for each in self._open_connections), CONNECTIONS_MAX)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the broker's own requests to this client and call `on_close`. See asyncio.Protocol."""
+        """Fail the broker's requests to this client, cancel tasks (`cancelled_on_close`), and call `on_close`."""
         self._open_connections.discard(self)
         self.flow.stop()
         if not self.closed.done():

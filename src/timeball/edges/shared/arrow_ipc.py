@@ -82,12 +82,12 @@ def read_schema(header: memoryview) -> pa.Schema:
     if _read_header(header)[0] != _SCHEMA:
         raise InvalidMessage("the stream does not begin with an Arrow schema")
     try:
-        return pa.schema(list(_fields(header)))
+        return pa.schema(list(_read_fields(header)))
     except (struct.error, LookupError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"the stream does not begin with an Arrow schema: {error}") from error
 
 
-def _fields(header: memoryview) -> Iterator[pa.Field]:
+def _read_fields(header: memoryview) -> Iterator[pa.Field]:
     """Yield the columns of a schema. Raises InvalidMessage for a type that is not accepted."""
     table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
     endianness, fields = (
@@ -102,10 +102,10 @@ def _fields(header: memoryview) -> Iterator[pa.Field]:
             raise InvalidMessage(f"an Arrow schema with more than {COLUMNS_MAX} columns")
         name_offset = fb.field(header, column, fb.FIELD_NAME)
         name = "" if name_offset is None else fb.text(header, name_offset)
-        yield pa.field(name, _type(header, column, name))
+        yield pa.field(name, _read_type(header, column, name))
 
 
-def _type(header: memoryview, column: int, name: str) -> pa.DataType:
+def _read_type(header: memoryview, column: int, name: str) -> pa.DataType:
     """Decode the type of a column. Raises InvalidMessage for a type that is not accepted.
 
     `column`: the position of the column's flatbuffer table. `name`: of the column, for the error.
@@ -152,23 +152,23 @@ def read_batch(
 ) -> pa.RecordBatch:
     """Decode a batch of a stream with the schema `of`. Raises InvalidMessage, OverLimit.
 
-    Its values are not validated yet (`SendColumns.adopt`). Its columns are views of one copy of `body`. A sequence of
-    pieces is joined to one body.
+    The values are not validated yet (see `SendColumns.adopt`). The columns are views of one copy of `body`. If `body`
+    is a sequence, its parts are joined.
     """
     if len(header) > HEADER_BYTES_MAX:
         raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
-    message_type, compressed, rows = _read_header(header)
+    message_type, is_compressed, row_count = _read_header(header)
     if message_type == _DICTIONARY:
         raise InvalidMessage("a dictionary: send plain columns, each value as it is")
     if message_type != _BATCH:
         raise InvalidMessage("not a record batch")
-    if compressed:
+    if is_compressed:
         raise InvalidMessage("a compressed record batch: send it without compression")
-    if rows < 0:
-        raise InvalidMessage(f"not a record batch: it has {rows} rows")
-    if rows > limits.ROWS_PER_REQUEST_MAX:
+    if row_count < 0:
+        raise InvalidMessage(f"not a record batch: it has {row_count} rows")
+    if row_count > limits.ROWS_PER_REQUEST_MAX:
         raise OverLimit(
-            f"{rows} rows in one batch; at most {limits.ROWS_PER_REQUEST_MAX}: send smaller batches"
+            f"{row_count} rows in one batch; at most {limits.ROWS_PER_REQUEST_MAX}: send smaller batches"
         )
     try:
         return pa.ipc.read_record_batch(pa.py_buffer(_encapsulated(header, body)), of)

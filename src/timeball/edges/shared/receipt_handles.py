@@ -31,10 +31,8 @@ VERSION = 2
 TOPIC, RETRY = 1, 2  # kinds, see the layout above
 SEAL_BYTES = 16
 CHARACTERS_MAX = 64
-ANSWERS_KEPT_MAX, ROWS_KEPT_MAX = (
-    256,
-    16_384,
-)  # answers whose handles need no decoding, and the sum of their handles
+# The last answers whose handles need no decoding, and the sum of their handles.
+ANSWERS_KEPT_MAX, ROWS_KEPT_MAX = 256, 16_384
 
 _STRUCT = struct.Struct(">BBiqq")
 _TO_URL, _FROM_URL = bytes.maketrans(b"+/", b"-_"), bytes.maketrans(b"-_", b"+/")
@@ -66,7 +64,7 @@ class ReceiptHandles:
         return self.encode_all([receipt])[0]
 
     def encode_answer(self, receipts: Sequence[Receipt], group: str, topic: str) -> list[str]:
-        """Encode the receipts of the answer to a receive, and keep them for `decode_all`."""
+        """Encode the receipts of the answer to a receive, and cache them for `decode_all`."""
         handles = self.encode_all(receipts)
         if len(handles) > 1 and handles[0] not in self._answers:
             self._answers[handles[0]] = _Answer(group, topic, handles, receipts)
@@ -97,7 +95,7 @@ class ReceiptHandles:
     def decode_all(self, texts: Sequence[str], group: str, topic: str) -> Sequence[Receipt | None]:
         """Decode the handles (at least one) of a call that names this group and topic. None for each invalid handle.
 
-        The handles of one whole answer are compared with those that were encoded, which costs a tenth.
+        If the handles are all handles of one cached answer, they are only compared, which takes a tenth of the time.
         """
         answer = self._answers.get(texts[0])
         if answer is not None and answer[:3] == (group, topic, texts):
@@ -120,9 +118,9 @@ class ReceiptHandles:
             data = _bytes_from_base64(text)
             content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
             if not hmac.compare_digest(seal, self._seal(content, owner)):
-                raise invalid("it was not made by this broker for this group and topic")
+                raise invalid_receipt("it was not made by this broker for this group and topic")
             if len(content) != _STRUCT.size or content[0] != VERSION:
-                raise invalid("it was made by another version of this broker")
+                raise invalid_receipt("it was made by another version of this broker")
             _, kind, queue_id, offset, pop_ms = _STRUCT.unpack(content)
             return Receipt(group, retry_name if kind == RETRY else name, queue_id, offset, pop_ms)
 
@@ -143,7 +141,7 @@ def _owner(group: str, topic: str) -> bytes:
     return f"{group}/{topic}".encode()
 
 
-def invalid(why: str) -> InvalidReceipt:
+def invalid_receipt(why: str) -> InvalidReceipt:
     """Create the error for a handle that identifies no valid lease."""
     return InvalidReceipt(f"receipt handle: {why}")
 
@@ -159,4 +157,4 @@ def _bytes_from_base64(text: str) -> bytes:
         # are not in the alphabet. Only one text is accepted.
         if data and binascii.b2a_base64(data, newline=False).translate(_TO_URL).rstrip(b"=").decode() == text:
             return data
-    raise invalid("this broker did not make it; return the receipt of the message unchanged")
+    raise invalid_receipt("this broker did not make it; return the receipt of the message unchanged")

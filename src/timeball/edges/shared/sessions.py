@@ -117,18 +117,20 @@ class Sessions(Generic[K, S]):
     ) -> set[str]:
         """Apply a heartbeat, and return the consumer groups whose members, topics or client ids change.
 
-        The producer groups and memberships are added to those of the session, if it has others. Raises OverLimit
+        The producer groups and memberships are added to those that the session has already. Raises OverLimit
         before it changes anything.
         """
         produces, consumes = set(produces), list(consumes)
         _check_limits(session, produces, consumes)
         self.add(session, now_ms)
-        changed: set[str] = set()
+        changed_groups: set[str] = set()
         if session.client_id != client_id:
             session.client_id = client_id
-            changed |= session.consumes
+            changed_groups |= session.consumes
         self.set_produces(session, session.produces | produces)
-        return changed.union(membership.group for membership in consumes if self._join(session, membership))
+        return changed_groups.union(
+            membership.group for membership in consumes if self._join(session, membership)
+        )
 
     def set_produces(self, session: S, names: set[str]) -> None:
         """Replace the producer groups of a registered session (over gRPC: its topics)."""
@@ -161,13 +163,13 @@ class Sessions(Generic[K, S]):
         session = self._sessions.pop(key, None)
         if session is None:
             return set()
-        changed = set(session.consumes)
+        changed_groups = set(session.consumes)
         self.set_produces(session, set())
-        for group in changed:
+        for group in changed_groups:
             self._stop_consuming(session, group)
         for callback in self.on_session_removed:
             callback(session)
-        return changed
+        return changed_groups
 
     # -- look-ups --------------------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class Sessions(Generic[K, S]):
         """Return the sessions that are in this producer group (over gRPC: produce to this topic)."""
         return list(self._producers.get(name, {}).values())
 
-    def produced(self) -> list[str]:
+    def producer_names(self) -> list[str]:
         """Return all producer groups that have a session (over gRPC: topics)."""
         return list(self._producers)
 
@@ -214,21 +216,21 @@ class Sessions(Generic[K, S]):
     def _join(self, session: S, membership: Membership) -> bool:
         """Apply a membership, and return whether the group's members or topics have changed."""
         group = self._groups.setdefault(membership.group, Group(membership))
-        changed = session.key not in group.by_key
+        has_changed = session.key not in group.by_key
         # Most heartbeats repeat the last one.
-        if changed or group.membership != membership:
+        if has_changed or group.membership != membership:
             self.version += 1
         group.membership, group.by_key[session.key] = membership, session
         session.consumes.add(membership.group)
         subscriptions = {new.topic: new for new in membership.subscriptions}
-        changed = changed or subscriptions.keys() != group.subscriptions.keys()
+        has_changed = has_changed or subscriptions.keys() != group.subscriptions.keys()
         # The newer version of each subscription wins.
         for topic, new in subscriptions.items():
             old = group.subscriptions.get(topic)
             if old is not None and old.version > new.version:
                 subscriptions[topic] = old
         group.subscriptions = subscriptions
-        return changed
+        return has_changed
 
     def _stop_consuming(self, session: S, group_name: str) -> None:
         """Remove a member from a consumer group. The last one ends the group."""

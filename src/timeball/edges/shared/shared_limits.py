@@ -68,12 +68,15 @@ class MemoryQuota:
         return self._bytes_by_address.get(address, 0)
 
     def fits(self, address: str, size_bytes: int) -> bool:
-        """Check whether this address may hold this many more bytes. One item always fits an empty quota."""
-        held_bytes = self._bytes_by_address.get(address, 0)
+        """Check whether this address may hold this many more bytes. One item always fits an empty quota.
+
+        An address that holds nothing may exceed its share, but not `bytes_max`.
+        """
+        own_bytes = self._bytes_by_address.get(address, 0)
         if self.held_bytes and self.held_bytes + size_bytes > self.bytes_max:
             return False
         share = max(self._item_bytes_max, self.bytes_max // (len(self._bytes_by_address) + 1))
-        return not held_bytes or held_bytes + size_bytes <= share
+        return not own_bytes or own_bytes + size_bytes <= share
 
     def add(self, address: str, size_bytes: int) -> None:
         """Count bytes that are in memory already, whether they fit or not."""
@@ -107,14 +110,14 @@ class MemoryQuota:
         self._waiting.setdefault(address, deque()).append((size_bytes, granted))
         return False
 
-    async def room(self, address: str, size_bytes: int) -> None:
+    async def add_when_fits(self, address: str, size_bytes: int) -> None:
         """Wait until these bytes fit and are counted. If the caller is cancelled meanwhile, they are not counted."""
         if self.add_if_fits(address, size_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
 
         def grant() -> None:
-            # The future is done if the task was cancelled in this turn of the loop. `room` then removes the bytes.
+            # The future is done if the task was cancelled in this turn of the loop. The bytes are removed below then.
             if not granted.done():
                 granted.set_result(None)
 
@@ -197,9 +200,9 @@ class SharedLimit:
         """Count one more call, whether it fits or not. `account` is "" for a caller without an account."""
         self.taken += 1
         self.by_address[address] += 1
-        self.name(account)
+        self.count_account(account)
 
-    def name(self, account: str) -> None:
+    def count_account(self, account: str) -> None:
         """Count a call for its account, too. Call it if the account was unknown at `take`. "" counts nothing."""
         if account:
             self._by_account[account] = self._by_account.get(account, 0) + 1
@@ -341,9 +344,9 @@ def connections(ports: Collection[int], fds: Iterable[int]) -> Iterator[Connecti
             if not stat.S_ISSOCK(file_status.st_mode):
                 continue
             with _borrowed_socket(fd) as connection:
-                listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                if listening or not inet or connection.getsockname()[1] not in ports:
+                is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_listening or not is_inet or connection.getsockname()[1] not in ports:
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             silent_ms, received_bytes = _TCP_INFO.unpack(info)
@@ -361,7 +364,7 @@ def shut_down_all(ports: Collection[int]) -> int:
 def _borrowed_socket(fd: int) -> Iterator[socket.socket]:
     """Wrap a descriptor that another object owns and closes.
 
-    It is not duplicated, because none may be free for that.
+    The descriptor is not duplicated, because no descriptor may be free for a duplicate.
     """
     borrowed = socket.socket(fileno=fd)
     try:

@@ -112,13 +112,13 @@ def message_type_of(system: SystemProperties) -> MessageType:
         message_type = (
             FIFO if has_group else DELAY if has_delivery_time else WITH_PRIORITY if has_priority else NORMAL
         )
-    expected = _FIELDS_OF_TYPE.get(message_type)
-    if expected is None:
+    expected_fields = _FIELDS_OF_TYPE.get(message_type)
+    if expected_fields is None:
         raise Refused(
             Code.UNSUPPORTED, f"message type {message_type}: NORMAL, FIFO, DELAY, TRANSACTION or PRIORITY"
         )
-    if fields != expected:
-        a_group, a_timestamp, a_priority = ("a" if is_present else "no" for is_present in expected)
+    if fields != expected_fields:
+        a_group, a_timestamp, a_priority = ("a" if is_present else "no" for is_present in expected_fields)
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
             f"a {MessageType.Name(message_type)} message has {a_group} message_group, {a_timestamp} delivery_timestamp "
@@ -139,7 +139,7 @@ def encode_row(
     """Convert a message to a row with the values of SEND_NAMES. Raises Refused, InvalidDelay, InvalidMessage.
 
     `message_type` is from `message_type_of`. `queues` is the number of queues of the topic that can be written. `peer`
-    is the born host of a message that has none. A due time may be at most `delay_ms_max` after `now_ms`.
+    replaces a born host that is missing or too long. A due time may be at most `delay_ms_max` after `now_ms`.
     """
     system = message.system_properties
     _check_body(message.body, system)
@@ -238,8 +238,8 @@ def _gzip_header_bytes(body: bytes) -> int:
     flags, at = body[3], _GZIP_HEADER_BYTES
     if flags & _GZIP_EXTRA:
         at += 2 + int.from_bytes(body[at : at + 2], "little")
-    for text in (_GZIP_NAME, _GZIP_COMMENT):
-        if flags & text:
+    for flag in (_GZIP_NAME, _GZIP_COMMENT):
+        if flags & flag:
             at = body.index(0, at) + 1
     return at + 2 if flags & _GZIP_HEADER_CRC else at
 
@@ -248,21 +248,22 @@ def _check_digest(body: bytes, digest_type: DigestType, checksum: str) -> None:
     """Raise Refused if the body does not have this checksum. A digest of unspecified type is ignored."""
     if digest_type == DigestType.DIGEST_TYPE_UNSPECIFIED:
         return
-    claimed = checksum.upper().lstrip("0")  # some clients leave out the leading zeros
+    claimed_checksum = checksum.upper().lstrip("0")  # some clients leave out the leading zeros
     if digest_type == DigestType.CRC32:
-        computed = f"{crc32(body):08X}"
-        if claimed == str(crc32(body)):
+        computed_checksum = f"{crc32(body):08X}"
+        if claimed_checksum == str(crc32(body)):
             return  # Node's client writes the checksum in decimal
     elif digest_type == DigestType.MD5:
-        computed = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
+        computed_checksum = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
     elif digest_type == DigestType.SHA1:
-        computed = hashlib.sha1(body, usedforsecurity=False).hexdigest().upper()
+        computed_checksum = hashlib.sha1(body, usedforsecurity=False).hexdigest().upper()
     else:
         raise Refused(Code.BAD_REQUEST, f"body_digest of type {digest_type}: CRC32, MD5 or SHA1")
-    if claimed != computed.lstrip("0"):
+    if claimed_checksum != computed_checksum.lstrip("0"):
         raise Refused(
             Code.MESSAGE_CORRUPTED,
-            f"the body's {DigestType.Name(digest_type)} is {computed} and not {checksum[:64]!r}: send it again",
+            f"the body's {DigestType.Name(digest_type)} is {computed_checksum} and not "
+            f"{checksum[:64]!r}: send it again",
         )
 
 

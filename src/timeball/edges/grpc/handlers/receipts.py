@@ -51,7 +51,7 @@ from timeball.edges.grpc.calls import (
     topic_name,
 )
 from timeball.edges.shared.error_codes import Refused
-from timeball.edges.shared.receipt_handles import ReceiptHandles, invalid
+from timeball.edges.shared.receipt_handles import ReceiptHandles, invalid_receipt
 from timeball.edges.shared.sessions import Sessions
 from timeball.model import limits
 from timeball.model.errors import InvalidReceipt, TimeballError
@@ -98,11 +98,13 @@ class Receipts:
             if not all(is_acknowledged):
                 # A repeated acknowledgement is OK: an earlier call has ended this lease.
                 is_acknowledged = [
-                    now or earlier
-                    for now, earlier in zip(is_acknowledged, self._consuming.was_ended(receipts), strict=True)
+                    is_now or was_earlier
+                    for is_now, was_earlier in zip(
+                        is_acknowledged, self._consuming.was_ended(receipts), strict=True
+                    )
                 ]
         outcomes = iter(is_acknowledged)
-        no_longer_valid = status_of(invalid(NO_LONGER_VALID))
+        no_longer_valid = status_of(invalid_receipt(NO_LONGER_VALID))
         statuses = [
             refusals[index] if index in refusals else OK if next(outcomes) else no_longer_valid
             for index in range(len(request.entries))
@@ -140,13 +142,15 @@ class Receipts:
                 # second is a fault of the Node client (see the module docstring): the retry policy decides (None).
                 by_policy = counts and invisible_ms < limits.SECOND_MS
                 delay_ms = None if by_policy else invisible_ms
-                changed = await self._consuming.nack(receipt, delay_ms, counts=counts, first=PUSH_FIRST)
+                new_receipt = await self._consuming.nack(receipt, delay_ms, counts=counts, first=PUSH_FIRST)
             else:
-                changed = await self._consuming.change_invisible_time(receipt, invisible_ms, counts=counts)
-        if changed is None:
-            raise invalid(NO_LONGER_VALID)
+                new_receipt = await self._consuming.change_invisible_time(
+                    receipt, invisible_ms, counts=counts
+                )
+        if new_receipt is None:
+            raise invalid_receipt(NO_LONGER_VALID)
         return ChangeInvisibleDurationResponse(
-            status=OK, receipt_handle=self._receipt_handles.encode(changed)
+            status=OK, receipt_handle=self._receipt_handles.encode(new_receipt)
         )
 
     async def _dead_letter(
@@ -157,7 +161,7 @@ class Receipts:
         async with self._renewals.settling([receipt]):
             is_valid = await self._consuming.dead_letter(receipt)
         if not is_valid:
-            raise invalid(NO_LONGER_VALID)
+            raise invalid_receipt(NO_LONGER_VALID)
         return ForwardMessageToDeadLetterQueueResponse(status=OK)
 
     def _is_push_consumer(self, call: Call) -> bool:
@@ -240,13 +244,13 @@ class Renewals:
     def add(self, client: str, receipts: Sequence[Receipt]) -> None:
         """Renew these receipts from now on. They were handed to `client` with `FIRST_LEASE_MS` each."""
         now_ms = self._now_ms()
-        of_client = self._by_client.setdefault(client, set())
-        free_slots = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(of_client))
+        client_receipts = self._by_client.setdefault(client, set())
+        free_slots = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(client_receipts))
         for receipt in receipts[: max(0, free_slots)]:
-            held = self._held[receipt] = _HeldMessage(client, now_ms + FIRST_LEASE_MS, now_ms)
-            of_client.add(receipt)
-            self._schedule_renewal(receipt, held)
-        if not of_client:
+            message = self._held[receipt] = _HeldMessage(client, now_ms + FIRST_LEASE_MS, now_ms)
+            client_receipts.add(receipt)
+            self._schedule_renewal(receipt, message)
+        if not client_receipts:
             del self._by_client[client]
         if self._held and (self._watch is None or self._watch.done()):
             self._watch = asyncio.create_task(self._start_due_repeatedly())
@@ -260,21 +264,23 @@ class Renewals:
         block begins after the renewals that run now. If the block fails, the messages are renewed again.
         """
         held_messages = [
-            (receipt, held) for receipt in set(receipts) if (held := self._held.get(receipt)) is not None
+            (receipt, message)
+            for receipt in set(receipts)
+            if (message := self._held.get(receipt)) is not None
         ]
         try:
-            for _, held in held_messages:
-                held.is_settling = True
-            for _, held in held_messages:
-                if held.renewing is not None:
-                    await asyncio.wait([held.renewing])
+            for _, message in held_messages:
+                message.is_settling = True
+            for _, message in held_messages:
+                if message.renewing is not None:
+                    await asyncio.wait([message.renewing])
             yield
         except BaseException:
             # Also CancelledError, if the client has disconnected. Its messages are unsettled.
-            for receipt, held in held_messages:
-                held.is_settling = False
+            for receipt, message in held_messages:
+                message.is_settling = False
                 if receipt in self._held:
-                    self._schedule_renewal(receipt, held)
+                    self._schedule_renewal(receipt, message)
             raise
         for receipt, _ in held_messages:
             self._forget(receipt)
@@ -306,74 +312,74 @@ class Renewals:
         """Renew messages of `_ready` one after the other until it is empty."""
         while self._ready:
             receipt, now_ms = self._ready.popleft(), self._now_ms()
-            held = self._held.get(receipt)
-            if held is None or held.is_settling or held.renewing is not None:
+            message = self._held.get(receipt)
+            if message is None or message.is_settling or message.renewing is not None:
                 continue
-            if held.client not in self._sessions or now_ms - held.received_ms >= TOTAL_MS_MAX:
+            if message.client not in self._sessions or now_ms - message.received_ms >= TOTAL_MS_MAX:
                 self._forget(receipt)  # the message is delivered again when its invisible time ends
                 continue
-            held.renewing = asyncio.get_running_loop().create_future()
+            message.renewing = asyncio.get_running_loop().create_future()
             try:
-                await self._renew(receipt, held, now_ms)
+                await self._renew(receipt, message, now_ms)
             finally:
-                held.renewing.set_result(None)
-                held.renewing = None
-            if self._held.get(receipt) is held and not held.is_settling:
-                self._schedule_renewal(receipt, held)
+                message.renewing.set_result(None)
+                message.renewing = None
+            if self._held.get(receipt) is message and not message.is_settling:
+                self._schedule_renewal(receipt, message)
 
-    async def _renew(self, receipt: Receipt, held: _HeldMessage, now_ms: int) -> None:
+    async def _renew(self, receipt: Receipt, message: _HeldMessage, now_ms: int) -> None:
         """Extend the invisible time of one message. A failure is logged, and the next renewal tries again."""
-        remaining_ms = TOTAL_MS_MAX - (now_ms - held.received_ms)
+        remaining_ms = TOTAL_MS_MAX - (now_ms - message.received_ms)
         # Longer with each renewal, but not beyond the end of the total time. AHEAD_MS: a renewal must extend the time.
         step_ms = min(
-            LEASE_STEPS_MS[min(held.renewals, len(LEASE_STEPS_MS) - 1)], max(remaining_ms, AHEAD_MS)
+            LEASE_STEPS_MS[min(message.renewals, len(LEASE_STEPS_MS) - 1)], max(remaining_ms, AHEAD_MS)
         )
         try:
             if await self._consuming.change_invisible_time(receipt, step_ms) is None:
                 self._forget(receipt)  # it was settled meanwhile, or its invisible time is over
                 return
-            held.due_ms, held.renewals = now_ms + step_ms, held.renewals + 1
+            message.due_ms, message.renewals = now_ms + step_ms, message.renewals + 1
             self.renewed += 1
         except TimeballError as error:
             logger.warning("message in flight not renewed reason=%s", error)
 
-    def _schedule_renewal(self, receipt: Receipt, held: _HeldMessage) -> None:
+    def _schedule_renewal(self, receipt: Receipt, message: _HeldMessage) -> None:
         """Renew a message AHEAD_MS before its invisible time ends."""
         # In the next second at the earliest, so that a failed renewal is not tried again at once.
-        renew_at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
+        renew_at_ms = max(message.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
         self._due.setdefault(renew_at_ms // limits.SECOND_MS, set()).add(receipt)
 
     def _forget(self, receipt: Receipt) -> None:
         """Renew a message no more. Has no effect for a message that is not held."""
-        held = self._held.pop(receipt, None)
-        if held is None:
+        message = self._held.pop(receipt, None)
+        if message is None:
             return
-        second = (held.due_ms - AHEAD_MS) // limits.SECOND_MS
+        second = (message.due_ms - AHEAD_MS) // limits.SECOND_MS
         if (due := self._due.get(second)) is not None:
             due.discard(receipt)
             if not due:
                 del self._due[second]
-        of_client = self._by_client[held.client]
-        of_client.discard(receipt)
-        if not of_client:
-            del self._by_client[held.client]
+        client_receipts = self._by_client[message.client]
+        client_receipts.discard(receipt)
+        if not client_receipts:
+            del self._by_client[message.client]
 
     # -- all messages of a client, and all tasks -----------------------------------------------------------------
 
     def _end_client(self, client: Client) -> None:
         """Give back the messages of a client whose session has ended, except those with a running call."""
-        of_client = self._by_client.get(client.client_id, set())
+        client_receipts = self._by_client.get(client.client_id, set())
         unsettled = {
-            receipt: self._held[receipt] for receipt in of_client if not self._held[receipt].is_settling
+            receipt: self._held[receipt] for receipt in client_receipts if not self._held[receipt].is_settling
         }
-        for receipt in list(of_client):
+        for receipt in list(client_receipts):
             self._forget(receipt)
         if unsettled:
             self._start_task(self._give_back_messages(unsettled))
 
     async def _give_back_messages(self, unsettled: dict[Receipt, _HeldMessage]) -> None:
         """Give messages back after the renewals that run now."""
-        renewing = [held.renewing for held in unsettled.values() if held.renewing is not None]
+        renewing = [message.renewing for message in unsettled.values() if message.renewing is not None]
         if renewing:
             await asyncio.wait(renewing)
         await self._consuming.give_back(list(unsettled))

@@ -226,8 +226,8 @@ class Sends:
     ) -> None:
         """Raise Refused if the messages have several topics, or types that one call or the topic does not allow."""
         if len(messages) > 1:
-            first = messages[0].topic
-            if any(message.topic != first for message in messages):
+            first_topic = messages[0].topic
+            if any(message.topic != first_topic for message in messages):
                 raise Refused(Code.BAD_REQUEST, "messages of several topics: send those of each in a call")
             if len(types) > 1 and TRANSACTION in types:
                 raise Refused(Code.BAD_REQUEST, "messages of a transaction and others: send them apart")
@@ -312,9 +312,9 @@ def types_of_attribute(attribute: str) -> list[MessageType]:
 
 def check_type(topic: Topic | None, name: str, message_type: MessageType) -> None:
     """Raise Refused if the topic does not accept messages of this type."""
-    accepted = accepted_types(topic)
-    if message_type not in accepted:
-        names = ", ".join(MessageType.Name(each) for each in accepted)
+    types = accepted_types(topic)
+    if message_type not in types:
+        names = ", ".join(MessageType.Name(each) for each in types)
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
             f"topic {name!r} takes {names} messages, and this is {_type_name(message_type)}; use another topic, change "
@@ -354,12 +354,12 @@ class Transactions:
         seq = parse_transaction_id(request.transaction_id, topic, request.message_id)
         if seq is None:
             raise _invalid_transaction("it is no transaction of this topic and message")
-        commit = request.resolution == TransactionResolution.COMMIT
-        if commit or request.resolution == TransactionResolution.ROLLBACK:
-            outcome = await self._transactions.end(seq, topic, commit=commit)
+        is_commit = request.resolution == TransactionResolution.COMMIT
+        if is_commit or request.resolution == TransactionResolution.ROLLBACK:
+            outcome = await self._transactions.end(seq, topic, commit=is_commit)
             if outcome is Outcome.NOT_FOUND:
                 raise _invalid_transaction("it is not known to this broker, or not any more")
-            if outcome is (Outcome.ROLLED_BACK if commit else Outcome.COMMITTED):
+            if outcome is (Outcome.ROLLED_BACK if is_commit else Outcome.COMMITTED):
                 raise _invalid_transaction(f"it was {outcome.value} before")
         # Any other resolution means "not known yet": the producer is asked again later.
         return EndTransactionResponse(status=OK)

@@ -177,7 +177,7 @@ class Telemetry:
         return store_settings(self._context.sessions, call.client_id, completed, self._context.monotonic_ms())
 
     async def _heartbeat(self, call: Call, request: HeartbeatRequest) -> HeartbeatResponse:
-        """Serve Heartbeat: extend the client's session. Raises Refused without one, or Forbidden for the group."""
+        """Serve Heartbeat: extend the client's session. Raises Refused without a session, or Forbidden."""
         client = self._context.sessions.get(call.client_id)
         if client is None:
             raise Refused(
@@ -202,7 +202,7 @@ class Telemetry:
     async def _terminate(
         self, call: Call, _: NotifyClientTerminationRequest
     ) -> NotifyClientTerminationResponse:
-        """Serve NotifyClientTermination: end the client's session. Succeeds without one, too."""
+        """Serve NotifyClientTermination: end the client's session. Succeeds also without a session."""
         self._context.sessions.remove(call.client_id)
         return NotifyClientTerminationResponse(status=OK)
 
@@ -345,18 +345,18 @@ class Routes:
         `client_endpoints`: the address to which the client has connected, as it states it.
         """
         broker, name = self._context.broker, topic_name(resource)
-        others, has_silent_group = [], False
+        remote_queues, has_silent_group = [], False
         if isinstance(broker, GroupedBroker):
             routes = await broker.routes(name, caller, consumer_group)
-            others = [
+            remote_queues = [
                 queues
                 for broker_group, route in routes.items()
                 if (queues := _remote_queues(broker, broker_group, route))
             ]
             has_silent_group = None in routes.values()
         topic = broker.tables.topics.find_topic(name)
-        if topic is None and others:
-            return others
+        if topic is None and remote_queues:
+            return remote_queues
         if topic is None and not broker.policy.is_auto_created(name):
             if has_silent_group:
                 raise Unavailable("a group of the cluster did not answer, and the others have no such topic")
@@ -364,7 +364,7 @@ class Routes:
                 Code.TOPIC_NOT_FOUND,
                 f"No topic route info in name server for the topic: {name[: limits.TOPIC_BYTES_MAX]}; create it first",
             )
-        return [self._local_queues(topic, client_endpoints, consumer_group), *others]
+        return [self._local_queues(topic, client_endpoints, consumer_group), *remote_queues]
 
     def _local_queues(
         self, topic: Topic | None, client_endpoints: Endpoints, consumer_group: str | None

@@ -105,7 +105,7 @@ class Operators:
         return Answer(200, b'{"topics":[%b]}' % b",".join(encoded))
 
     async def _get_queues(self, call: Call) -> Answer:
-        """Show the first and the next offset of each queue of a topic, its rate limit, and how many it holds back."""
+        """Show the offsets of each queue of a topic, its rate limit, and how many due messages wait for that limit."""
         ranges = self._broker.queues(call.path["topic"], call.caller)
         queues = {number: QueueRange(low, high) for number, (low, high) in ranges.items()}
         name = call.path["topic"]
@@ -126,10 +126,10 @@ class Operators:
     async def _delete_topic(self, call: Call) -> Answer:
         """Delete a topic, and answer with the numbers of its messages. Raises NotFound."""
         name = call.path["topic"]
-        deleted = await self._broker.administration.delete_topic(name, call.caller)
-        if deleted is None:
+        deletion = await self._broker.administration.delete_topic(name, call.caller)
+        if deletion is None:
             raise NotFound(f"topic {name!r} does not exist")
-        return Answer(200, TopicDeleted(name, deleted.unread, deleted.dead_letters, deleted.pending))
+        return Answer(200, TopicDeleted(name, deletion.unread, deletion.dead_letters, deletion.pending))
 
     async def _get_jobs(self, call: Call) -> Answer:
         jobs, audit = await self._broker.job_reports.all(call.caller)
@@ -185,15 +185,15 @@ class ManualTime:
         if due_ms is None and delay_ms is None:
             raise InvalidMessage("give one of at and after")
         target_ms = due_ms if due_ms is not None else self._time.now_ms + (delay_ms or 0)
-        released: list[answers_codec.ReleasedMessage] = []
+        messages: list[answers_codec.ReleasedMessage] = []
         released_rows, is_last = 0, False
         while not is_last:
             step = await self._time.step(target_ms)
             is_last = step.is_last
             for rows in step.released:
                 released_rows += rows.num_rows
-                released += answers_codec.released_messages(rows.slice(0, RELEASED_ROWS_MAX - len(released)))
-        return Answer(200, answers_codec.clock_answer(step.now_ms, released_rows, released))
+                messages += answers_codec.released_messages(rows.slice(0, RELEASED_ROWS_MAX - len(messages)))
+        return Answer(200, answers_codec.clock_answer(step.now_ms, released_rows, messages))
 
 
 # ---- consumer groups, and their dead letters -----------------------------------------------------------------
@@ -264,7 +264,7 @@ class Groups:
         return Answer(200, answers_codec.show_dead_letters(page), size_bytes=size_bytes)
 
     async def _resend_dead_letters(self, call: Call) -> Answer:
-        """Send dead letters again: those that are named, or all that meet a condition."""
+        """Send dead letters again: the named dead letters, or all, if they meet the condition `where`."""
         request: http_api.Resolving = await read_request(
             call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )
@@ -276,7 +276,7 @@ class Groups:
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
 
     async def _delete_dead_letters(self, call: Call) -> Answer:
-        """Delete the dead letters that are named, or all."""
+        """Delete the dead letters that are named, or all dead letters of the group."""
         request: http_api.Resolving = await read_request(
             call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )

@@ -148,7 +148,7 @@ class Receives:
                 return
 
     async def _receive_for_stream(self, call: Call, request: ReceiveRequest) -> Received:
-        """Receive messages. If the stream ends meanwhile, give back those that it would have got."""
+        """Receive messages. If the stream ends meanwhile, give back the messages that it would have got."""
         receiving = asyncio.ensure_future(self._wait_and_receive(call, request, round(1_000 * KEEP_ALIVE_S)))
         try:
             return await asyncio.shield(receiving)
@@ -234,9 +234,11 @@ class Receives:
                 return Received(NO_ROWS, [])
             wait_ms = max(0, round(1_000 * (deadline_s - loop.time())))
         topic = self._broker.tables.topics.find_topic(request.topic)
-        wanted = self._build_filter(call.query, request.topic, topic)
+        message_filter = self._build_filter(call.query, request.topic, topic)
         received = await self._broker.consuming.receive(
-            request if wanted is request.wanted else replace(request, wanted=wanted), wait_ms, on_wait
+            request if message_filter is request.wanted else replace(request, wanted=message_filter),
+            wait_ms,
+            on_wait,
         )
         try:
             self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=request.topic, group=request.group)
@@ -282,7 +284,7 @@ class Receives:
         return _receipts_answer(list(await asyncio.gather(*map(move_one, request.receipts, receipts))))
 
     async def _nack(self, call: Call) -> Answer:
-        """Give leased messages back as failed attempts. They are redelivered after `after`, or by the retry policy."""
+        """Give leased messages back. They are redelivered after `after`, or by the retry policy of the group."""
         request: http_api.GivingBack = await self._read_for_group(call, http_api.GivingBack)
         after_ms = None if request.after is UNSET else delay_ms(request.after)
         nack = self._broker.consuming.nack

@@ -36,8 +36,8 @@ class Selections:
         return Answer(200, self._show(name, self._selections.get(name, call.caller)))
 
     async def _select(self, call: Call) -> Answer:
-        wanted = await self._read_selection(call)
-        name = await self._selections.select(wanted, call.caller)
+        facts = await self._read_selection(call)
+        name = await self._selections.select(facts, call.caller)
         return Answer(201, self._show(name, self._selections.get(name, call.caller)))
 
     async def _dry_run(self, call: Call) -> Answer:
@@ -46,7 +46,7 @@ class Selections:
         )
 
     async def _undo(self, call: Call) -> Answer:
-        """Undo a selection for all of its messages that were not due since."""
+        """Undo a selection for those of its messages that have not become due since."""
         await check_no_body(call, self._policy, Verb.LOOK)
         name = call.path["selection"]
         await self._selections.undo(name, call.caller)
@@ -94,7 +94,7 @@ def _parse_time(at: At | msgspec.UnsetType, name: str) -> int | None:
 
 
 def _format_known_time(time_ms: int) -> str | None:
-    """Format a time, None for one that is not known (below 0)."""
+    """Format a time. None for a time below 0, which is not known."""
     return None if time_ms < 0 else format_time(time_ms)
 
 

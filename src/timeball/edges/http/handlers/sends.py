@@ -97,7 +97,10 @@ class Sends:
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": DirectHandler(self._begin, self._send)}}
 
     def _begin(self, call: Call, respond: Respond) -> bool:
-        """Begin to send the messages of a request, if its body has come and is small (see DirectHandler)."""
+        """Begin to send the messages of a request, if its body has come and is small (see DirectHandler).
+
+        Raises the errors of `_check`, of the decoding, and of `_put`.
+        """
         send = self._check(call)
         if len(call.exchange.body) > INLINE_DECODE_BYTES_MAX:
             return False
@@ -265,7 +268,7 @@ class Scheduled:
         }
 
     async def _get(self, call: Call) -> Answer:
-        """Show the messages with an id, the newest first, in slices."""
+        """Show the messages with an id, the newest first. Other tasks run while many messages are encoded."""
         messages = await self._broker.find(call.path["id"], call.query.get("topic"), call.caller)
         if not messages:
             return problem(
@@ -318,7 +321,7 @@ class Scheduled:
         )
 
     async def _reschedule_many(self, call: Call) -> Answer:
-        """Change the due time of the messages with these ids, or with these keys, as `_cancel_many`."""
+        """Change the due time of the messages with these ids, or with these keys. See `_cancel_many`."""
         request: http_api.ReschedulingMany = await read_request(
             call, http_api.ReschedulingMany, self._broker.policy, Verb.LOOK
         )

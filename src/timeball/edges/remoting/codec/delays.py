@@ -173,10 +173,10 @@ def _parse_number(text: str, bits: int) -> int | None:
 def _illegal_timer_text(delay_ms_max: int, properties: dict[str, str], user_names: frozenset[str]) -> str:
     """Build RocketMQ's error text, followed by the refused value."""
     name = _strongest_timer(properties, user_names)
-    refused = f" ({name}: {properties[name][:64]!r})" if name else ""
+    refused_value = f" ({name}: {properties[name][:64]!r})" if name else ""
     return (
         f"timer message illegal, the delay time should not be bigger than the max delay {delay_ms_max}ms; "
-        f"or if set del msg, the delay time should be bigger than the current time{refused}"
+        f"or if set del msg, the delay time should be bigger than the current time{refused_value}"
     )
 
 

@@ -348,13 +348,13 @@ def _read_ext_fields(header: bytes, position: int) -> Iterator[tuple[str, str]]:
 
 
 def _read_long_text(header: bytes, position: int) -> tuple[str, int]:
-    """Read a text with a length of 4 bytes. Returns it and the position after it."""
+    """Read a text with a length of 4 bytes. Returns it and the position after it. Raises BadFrame and struct.error."""
     (size_bytes,) = _INT.unpack_from(header, position)
     return _read_text(header, position + 4, size_bytes)
 
 
 def _read_text(header: bytes, position: int, size_bytes: int) -> tuple[str, int]:
-    """Read a text of this size. Returns it and the position after it. Raises BadFrame."""
+    """Read a text of this size. Returns the text and the position after it. Raises BadFrame."""
     if size_bytes < 0 or position + size_bytes > len(header):
         raise BadFrame(f"a text of {size_bytes} bytes at byte {position} of a header of {len(header)}")
     return header[position : position + size_bytes].decode("utf-8"), position + size_bytes

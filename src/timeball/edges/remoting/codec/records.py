@@ -125,8 +125,8 @@ class StoredFrame:
         row_indices = [seq - self.first_seq for seq in seqs_in_frame]
         end = begin
         # A few rows at a time: if messages are large, only a few of them fit, and the others are encoded in vain.
-        for first in range(0, len(row_indices), ROWS_AT_ONCE):
-            rows = self._rows.take(pa.array(row_indices[first : first + ROWS_AT_ONCE]))
+        for first_index in range(0, len(row_indices), ROWS_AT_ONCE):
+            rows = self._rows.take(pa.array(row_indices[first_index : first_index + ROWS_AT_ONCE]))
             if rows.column("queue_offset").null_count:
                 raise OutOfRange("one of these rows is no visible message")
             for record in encode_each(rows, store_host=store_host):
@@ -161,11 +161,11 @@ def _has_timer(properties: str) -> bool:
 def _timer_properties(topic: str, queue_id: int, due_ms: int, accepted_ms: int, store_ms: int) -> bytes:
     """Encode the properties that RocketMQ's timer adds to a message when it delivers it."""
     # Due time, destination (topic and queue), and the times at which the message entered and left the timer wheel.
-    added = {
+    timer_values = {
         "TIMER_OUT_MS": due_ms, "REAL_TOPIC": topic, "REAL_QID": queue_id, "TIMER_ENQUEUE_MS": accepted_ms,
         "TIMER_DEQUEUE_MS": store_ms,
     }  # fmt: skip
-    return "".join(f"{name}\x01{value}\x02" for name, value in added.items()).encode()
+    return "".join(f"{name}\x01{value}\x02" for name, value in timer_values.items()).encode()
 
 
 # RocketMQ's broker adds its region to each message, and consumers of 5.x only trace messages with a region. It is
@@ -176,10 +176,10 @@ PROPERTIES_JAVA_MAX = (
 )
 
 
-def _append_properties(properties: bytes, added: bytes) -> bytes:
-    """Append `added` to the properties, unless the result would be too long for Java's clients."""
+def _append_properties(properties: bytes, more_properties: bytes) -> bytes:
+    """Append `more_properties` to the properties, unless the result would be too long for Java's clients."""
     separator = b"" if not properties or properties.endswith(b"\x02") else b"\x02"
-    result = properties + separator + added
+    result = properties + separator + more_properties
     return result if len(result) <= PROPERTIES_JAVA_MAX else properties
 
 

@@ -144,7 +144,9 @@ class HeartBeats:
         sessions, connection = self._context.sessions, call.connection
         is_new = connection not in sessions
         member = sessions.get(connection) or Member(connection, heartbeat.client_id)
-        changed = sessions.beat(member, heartbeat.client_id, produces, consumes, self._context.monotonic_ms())
+        changed_groups = sessions.beat(
+            member, heartbeat.client_id, produces, consumes, self._context.monotonic_ms()
+        )
         member.language, member.version = call.command.language, call.command.version
         if is_new:
             connection.on_close.append(lambda: self._remove_client(connection))
@@ -152,7 +154,7 @@ class HeartBeats:
             self._update_nonempty_queues(membership.group)
             policy.register(membership.group, call.caller)
             self._report_subscriptions(membership)
-        self._notify_members(changed)
+        self._notify_members(changed_groups)
         return call.answer()
 
     def _report_subscriptions(self, membership: Membership) -> None:
@@ -182,7 +184,7 @@ class HeartBeats:
         group.nonempty_queues = queues_by_topic
 
     def _check_client(self, call: Call) -> Reply:
-        """Check an SQL filter for a client before its first heartbeat. Raises Refused if it cannot be parsed."""
+        """Serve CHECK_CLIENT_CONFIG: check an SQL filter for a client. Raises Refused if it is not valid."""
         subscription = call.body(_ClientConfig).subscription_data
         if subscription is not None:
             try:
@@ -214,15 +216,15 @@ class HeartBeats:
         if member is None:
             return
         client_id = member.client_id
-        changed = self._context.sessions.remove(connection)
-        for group in changed:
+        changed_groups = self._context.sessions.remove(connection)
+        for group in changed_groups:
             if client_id not in self._context.sessions.consumer_ids(group):
                 self._locks.shorten_locks(group, client_id)
-        self._notify_members(changed)
+        self._notify_members(changed_groups)
 
-    def _notify_members(self, changed: Iterable[str]) -> None:
+    def _notify_members(self, changed_groups: Iterable[str]) -> None:
         """Notify each member of these groups that the group has changed."""
-        for name in changed:
+        for name in changed_groups:
             group = self._context.sessions.group(name)
             config = self._context.broker.tables.groups.find_group(name)
             if group is None or group.membership.message_model == BROADCASTING:
@@ -340,7 +342,7 @@ class Locks:
                 lock.expires_ms = min(lock.expires_ms, lock.renewed_ms + TRUST_MS)
 
     def _lock(self, call: Call) -> Reply:
-        """Serve LOCK_BATCH_MQ: lock the requested queues, and answer with those that the client holds now.
+        """Serve LOCK_BATCH_MQ: lock the requested queues, and answer with the requested queues that it holds now.
 
         A queue that another client holds is left out, and so is a queue or group that does not exist.
         """
@@ -351,7 +353,7 @@ class Locks:
             for queue_key, lock in self._locks_of(request.consumer_group).items()
             if now_ms < lock.expires_ms
         }
-        locked = []
+        locked_queues = []
         for queue in request.mq_set:
             queue_key = (queue.topic, queue.queue_id)
             lock = locks.get(queue_key)
@@ -359,20 +361,20 @@ class Locks:
                 lock is None or lock.client_id == request.client_id
             ):
                 locks[queue_key] = _Lock(request.client_id, now_ms, now_ms + EXPIRY_MS)
-                locked.append(queue)
+                locked_queues.append(queue)
         self._set_locks(request.consumer_group, locks)
-        return call.answer_json({"lockOKMQSet": locked})
+        return call.answer_json({"lockOKMQSet": locked_queues})
 
     def _unlock(self, call: Call) -> Reply:
         """Serve UNLOCK_BATCH_MQ: release the client's locks on these queues."""
         request = self._read_request(call)
         queue_keys = {(queue.topic, queue.queue_id) for queue in request.mq_set}
-        remaining = {
+        remaining_locks = {
             queue_key: lock
             for queue_key, lock in self._locks_of(request.consumer_group).items()
             if queue_key not in queue_keys or lock.client_id != request.client_id
         }
-        self._set_locks(request.consumer_group, remaining)
+        self._set_locks(request.consumer_group, remaining_locks)
         return call.answer()
 
     def _read_request(self, call: Call) -> _LockRequest:
@@ -497,5 +499,7 @@ def assign(
         return allocate(client_id, queue_ids, members)
     if len(members) > len(queue_ids):
         return [queue_ids[index % len(queue_ids)]]
-    sharing = {members[(index + step) % len(members)] for step in range(min(share_with + 1, len(members)))}
-    return sorted(queue for member in sharing for queue in allocate(member, queue_ids, members))
+    sharing_members = {
+        members[(index + step) % len(members)] for step in range(min(share_with + 1, len(members)))
+    }
+    return sorted(queue for member in sharing_members for queue in allocate(member, queue_ids, members))

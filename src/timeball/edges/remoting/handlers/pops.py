@@ -236,18 +236,18 @@ class Pops:
         fields = call.fields(_ChangeInvisible)
         receipt, old_check_point = self._decode_receipt(fields)
         now_ms = self._broker.clock.now_ms()
-        new = await self._broker.consuming.change_invisible_time(
+        new_receipt = await self._broker.consuming.change_invisible_time(
             receipt, fields.invisible_time, new_receipt=True
         )
-        if new is None:
+        if new_receipt is None:
             return _answer_not_leased(call, receipt)
         # The client builds the new check point from these fields. For an orderly group, the pop time does not change,
         # and the invisible time counts from the pop time.
         in_order = old_check_point.revive_queue_id == records.REVIVE_QUEUE_IN_ORDER
-        elapsed_ms = now_ms - new.pop_ms if in_order else 0
+        elapsed_ms = now_ms - new_receipt.pop_ms if in_order else 0
         return call.answer(
             ext={
-                "popTime": str(new.pop_ms),
+                "popTime": str(new_receipt.pop_ms),
                 "invisibleTime": str(fields.invisible_time + elapsed_ms),
                 "reviveQid": str(old_check_point.revive_queue_id),
             }

@@ -252,7 +252,10 @@ class Pulls:
     async def _read_and_answer(
         self, call: Call, fields: PullFields, queue: Queue, message_filter: Filter
     ) -> Reply:
-        """Read messages from the disk, filter them row by row if necessary, and answer the pull."""
+        """Read messages from the disk, filter them row by row if necessary, and answer the pull.
+
+        Raises OutOfRange, and Corrupt for a damaged frame.
+        """
         host = store_host(self._context, call.connection)
         if message_filter.matches_all:
             messages = await self._stored.get(_next_seqs(fields, queue.index), host, _bytes_max(fields))
@@ -276,7 +279,7 @@ class Pulls:
     ) -> Reply:
         """Wait until a message matches or the suspend time is over, and answer the pull.
 
-        Raises the errors of the policy if the topic is deleted or closed meanwhile.
+        Raises the errors of the policy if the topic is deleted or closed meanwhile, and those of `_read_and_answer`.
         """
         loop = asyncio.get_running_loop()
         wait_ms = fields.suspend_timeout_millis if fields.sys_flag & _SUSPEND else 0
@@ -295,8 +298,8 @@ class Pulls:
                 return _answer_empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
             with call.connection.cancelled_on_close():
                 await self._broker.waiters.wait(topic.name, remaining_s, fields.queue_id)
-            # The topic may have been deleted, or made unreadable, meanwhile. One that was created again has the same
-            # queues.
+            # The topic may have been deleted, or made unreadable, meanwhile. A topic that was created again has the
+            # same queues.
             self._broker.policy.readable(topic.name, call.caller)
 
     def _answer_with(
@@ -473,17 +476,17 @@ class Offsets:
         return call.answer(ext={"offset": str(self._find_queue(call.fields(_Queue)).index.min_offset)})
 
     async def _search(self, call: Call) -> Reply:
-        """Serve SEARCH_OFFSET_BY_TIMESTAMP: find the first offset from a time on, or with UPPER the last until then."""
+        """Serve SEARCH_OFFSET_BY_TIMESTAMP, see `pull.offset_at`. The boundary type is UPPER or LOWER."""
         fields = call.fields(_Search)
         index = self._find_queue(fields).index
-        upper = fields.boundary_type.upper() == "UPPER"
+        is_upper = fields.boundary_type.upper() == "UPPER"
         offset = await in_thread(
             self._broker.threads.reader,
             pull.offset_at,
             self._broker.log.reader,
             index,
             fields.timestamp,
-            upper,
+            is_upper,
         )
         return call.answer(ext={"offset": str(offset)})
 

@@ -57,7 +57,7 @@ class _NewestRows:
 
     def __init__(self, rows_max: int) -> None:
         self._batches: list[pa.RecordBatch] = []
-        self._rows, self._rows_max, self._bytes = 0, rows_max, 0
+        self._row_count, self._rows_max, self._bytes = 0, rows_max, 0
         self.is_full = False
 
     def add(self, rows: pa.RecordBatch) -> None:
@@ -66,14 +66,14 @@ class _NewestRows:
             return
         total_bytes = self._bytes + np.cumsum(byte_lengths(rows.column("body"))[::-1])
         fit_count = min(
-            int(np.searchsorted(total_bytes, BYTES_MAX, side="right")), self._rows_max - self._rows
+            int(np.searchsorted(total_bytes, BYTES_MAX, side="right")), self._rows_max - self._row_count
         )
-        if not self._rows:
+        if not self._row_count:
             fit_count = max(fit_count, 1)  # one row is always returned, even if larger than BYTES_MAX
-        self.is_full = fit_count < rows.num_rows or self._rows + fit_count == self._rows_max
+        self.is_full = fit_count < rows.num_rows or self._row_count + fit_count == self._rows_max
         if fit_count:
             self._batches.insert(0, rows.slice(rows.num_rows - fit_count))
-            self._rows, self._bytes = self._rows + fit_count, int(total_bytes[fit_count - 1])
+            self._row_count, self._bytes = self._row_count + fit_count, int(total_bytes[fit_count - 1])
 
     def rows(self) -> pa.RecordBatch | None:
         return pa.concat_batches(self._batches) if self._batches else None
@@ -113,7 +113,7 @@ class Queries:
         rows_max = max(1, min(fields.max_num, ROWS_MAX))
         visible, pending = _NewestRows(rows_max), _NewestRows(rows_max)
         for end in range(len(seqs), 0, -ROWS_PER_READ):
-            matches = _matching(
+            matches = _select_matches(
                 self._context.broker.log.reader.read_rows(seqs[max(0, end - ROWS_PER_READ) : end]), fields
             )
             visible.add(matches.filter(pa.array(np.isin(matches.column("kind").to_numpy(), VISIBLE))))
@@ -166,7 +166,7 @@ def _is_pending(rows: pa.RecordBatch) -> pa.Array:
     return pc.and_(pa.array(has_pending_kind), rows.column("due_ms").is_valid())
 
 
-def _matching(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
+def _select_matches(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
     """Select the rows that match the query exactly: the key index only compares hashes."""
     if fields.unique_key_query or fields.index_type == "U":
         has_key = pc.equal(rows.column("unique_key"), fields.key)

@@ -95,16 +95,16 @@ class Retries:
         await self._batcher.put(_Returned(call, fields, retry_queues, attempts_max, host))
         return call.answer()
 
-    async def _send_copies(self, returned: list[_Returned]) -> list[TimeballError | None]:
+    async def _send_copies(self, returned_messages: list[_Returned]) -> list[TimeballError | None]:
         """Read the messages again, decide where each goes, and send the copies as one batch.
 
         Returns for each message its error, or None if its copy is durable.
         """
-        outcomes: list[TimeballError | None] = [None] * len(returned)
-        rows = await self._read([each.fields.offset for each in returned])
+        outcomes: list[TimeballError | None] = [None] * len(returned_messages)
+        rows = await self._read([each.fields.offset for each in returned_messages])
         destinations = []
         for index, (row, each) in enumerate(
-            zip(rows.select(_DECISION_COLUMNS).to_pylist(), returned, strict=True)
+            zip(rows.select(_DECISION_COLUMNS).to_pylist(), returned_messages, strict=True)
         ):
             if row["kind"] not in VISIBLE:
                 outcomes[index] = _not_found(each.fields.offset)
@@ -123,13 +123,15 @@ class Retries:
         if destinations:
             accepted_rows = rows.filter(pa.array([outcome is None for outcome in outcomes]))
             await self._context.broker.send_again(_build_copies(accepted_rows, destinations))
-            accepted = [each for each, outcome in zip(returned, outcomes, strict=True) if outcome is None]
-            self._count_returns(accepted_rows, accepted)
+            accepted_messages = [
+                each for each, outcome in zip(returned_messages, outcomes, strict=True) if outcome is None
+            ]
+            self._count_returns(accepted_rows, accepted_messages)
         return outcomes
 
-    def _count_returns(self, rows: pa.RecordBatch, returned: list[_Returned]) -> None:
+    def _count_returns(self, rows: pa.RecordBatch, returned_messages: list[_Returned]) -> None:
         """Count the returned messages by topic and group. `rows` are the messages, in the same order."""
-        for topic, each in zip(rows.column("topic").to_pylist(), returned, strict=True):
+        for topic, each in zip(rows.column("topic").to_pylist(), returned_messages, strict=True):
             key = of_group(topic, each.fields.group)
             self._context.broker.rates.add(Stat.SNDBCK_PUT_NUMS, key, 1)
 
@@ -176,9 +178,9 @@ class Retries:
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:
         """Read the rows with these sequence numbers. Raises Refused if one of them is missing."""
         reader = self._context.broker.log.reader
-        outside = [seq for seq in seqs if not reader.first_seq <= seq < reader.next_seq]
-        if outside:
-            raise _not_found(outside[0])
+        outside_seqs = [seq for seq in seqs if not reader.first_seq <= seq < reader.next_seq]
+        if outside_seqs:
+            raise _not_found(outside_seqs[0])
         try:
             seqs_array = np.array(seqs, dtype=np.int64)
             return await in_thread(self._context.broker.threads.reader, reader.read_rows, seqs_array)
@@ -209,14 +211,14 @@ def _build_copies(rows: pa.RecordBatch, destinations: list[retry.Next]) -> pa.Re
 
     Topic, properties, reconsume times and delay level are from `destinations`, all other columns from the row.
     """
-    changed = {
+    changed_columns = {
         "topic": [destination.topic for destination in destinations],
         "properties": [encode_properties(destination.properties) for destination in destinations],
         "reconsume_times": [destination.reconsume_times for destination in destinations],
         "delay_level": [destination.delay_level or None for destination in destinations],
     }
     columns = {name: rows.column(name) for name in COPIED_COLUMNS}
-    columns |= {name: pa.array(values, SEND_COLUMNS[name]) for name, values in changed.items()}
+    columns |= {name: pa.array(values, SEND_COLUMNS[name]) for name, values in changed_columns.items()}
     return pa.RecordBatch.from_pydict(columns)
 
 
@@ -265,13 +267,13 @@ class Replies:
         client_id = decode_properties(fields.properties or "").get(REPLY_TO)
         if client_id is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"reply message properties[{REPLY_TO}] is null")
-        pushed = Command(
+        push_command = Command(
             RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT,
             ext=self._reply_header(call, fields),
             body=call.command.body,
         )
         try:
-            push_answer = await self._find_producer(client_id).request(pushed, PUSH_TIMEOUT_S)
+            push_answer = await self._find_producer(client_id).request(push_command, PUSH_TIMEOUT_S)
         except Unavailable as error:
             raise _push_failed(client_id, str(error)) from error
         if push_answer.code != ResponseCode.SUCCESS:

@@ -144,7 +144,10 @@ class Sends:
     def _create_ticket(
         self, connection: Connection, header: SendHeader, frame: Frame
     ) -> tuple[Ingress, Ticket]:
-        """Choose the ingress and the queue of a send, and create its ticket. Raises the TimeballError of a refusal."""
+        """Choose the ingress and the queue of a send, and create its ticket. Raises the TimeballError of a refusal.
+
+        If the send is redirected, the fields in `header` are replaced.
+        """
         fields, ingress = header.fields, self._broker.sends
         if (fields.sys_flag or 0) & TRANSACTION_BITS or fields.topic.startswith(RETRY_PREFIX):
             ingress = self._redirect(header)
@@ -225,7 +228,11 @@ class Sends:
         return tickets
 
     def _redirect(self, header: SendHeader) -> Ingress:
-        """Choose the ingress of a half message or a retry, and replace the fields in its header."""
+        """Choose the ingress of a send to a retry topic or with transaction bits, and replace the fields in its header.
+
+        Raises InvalidMessage for a batch and for a half message with a group name that is too long. Also raises the
+        errors of `Retries.redirect`.
+        """
         fields = header.fields
         if header.code == BATCH or fields.batch:
             raise InvalidMessage("a batch takes ordinary messages only; send these one by one")
@@ -238,7 +245,7 @@ class Sends:
         return self._broker.sends
 
     def _redirect_retry(self, header: SendHeader, fields: SendFields) -> SendFields:
-        """Return the fields of a send to a %RETRY% topic with its real destination."""
+        """Return the fields of a send to a %RETRY% topic, with the destination that `Retries.redirect` decides."""
         destination = self._retries.redirect(
             fields.topic,
             decode_properties(fields.properties or ""),
@@ -642,16 +649,20 @@ class Transactions:
         self.handlers: Handlers = {RequestCode.END_TRANSACTION: self.end}
 
     async def end(self, call: Call) -> Reply:
-        """Serve END_TRANSACTION: commit or roll back the half message at `commitLogOffset`."""
+        """Serve END_TRANSACTION: commit or roll back the half message at `commitLogOffset`.
+
+        Raises Refused if there is no such half message, or if the transaction was ended with the opposite outcome
+        before. Raises Forbidden, and the errors of a commit: of `_delay` and of the admission.
+        """
         fields = call.fields(_End)
-        commit = fields.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
-        if not commit and fields.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
+        is_commit = fields.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
+        if not is_commit and fields.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
             return call.answer()  # the producer does not know the state: it is checked again later
         half = self._core.find_half(fields.commitLogOffset)
         if half is not None:
             self._context.broker.policy.allow(call.caller, Verb.SEND, topic=half.topic)
         outcome = await self._core.end(
-            fields.commitLogOffset, fields.producerGroup, commit=commit, delay=self._delay
+            fields.commitLogOffset, fields.producerGroup, commit=is_commit, delay=self._delay
         )
         if outcome is Outcome.NOT_FOUND:
             raise Refused(
@@ -659,7 +670,7 @@ class Transactions:
                 f"Find prepared transaction message failed: {fields.commitLogOffset} of group "
                 f"{fields.producerGroup[: limits.GROUP_BYTES_MAX]}",
             )
-        opposite_outcome = Outcome.ROLLED_BACK if commit else Outcome.COMMITTED
+        opposite_outcome = Outcome.ROLLED_BACK if is_commit else Outcome.COMMITTED
         if outcome is opposite_outcome:
             raise Refused(
                 ResponseCode.ILLEGAL_OPERATION,

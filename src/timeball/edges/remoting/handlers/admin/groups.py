@@ -109,9 +109,9 @@ class GroupAdmin:
         If a configuration cannot be decoded, no group changes. If one is refused, only the groups before it change.
         """
         try:
-            decoded = [_decode_config(config) for config in configs]
+            groups = [_decode_config(config) for config in configs]
             await self._broker.administration.configure_groups(
-                map(self._apply_attributes, decoded), call.caller
+                map(self._apply_attributes, groups), call.caller
             )
         except (msgspec.ValidationError, InvalidMessage) as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
@@ -123,8 +123,8 @@ class GroupAdmin:
         `-name` removes an attribute. `+name`, or a name without a sign, sets it. Returns the configuration with the
         resulting attributes. Raises InvalidMessage if there are too many.
         """
-        existing = self._groups.find_group(group.group_name)
-        attributes = {} if existing is None else dict(existing.attributes)
+        existing_group = self._groups.find_group(group.group_name)
+        attributes = {} if existing_group is None else dict(existing_group.attributes)
         for name, value in group.attributes.items():
             if name.startswith("-"):
                 attributes.pop(name[1:], None)
@@ -152,7 +152,7 @@ class GroupAdmin:
         return call.answer_json(group)
 
     async def _delete(self, call: Call) -> Reply:
-        """Serve DELETE_SUBSCRIPTIONGROUP: delete a group, and on request its offsets. No group: it succeeds, too."""
+        """Serve DELETE_SUBSCRIPTIONGROUP: delete a group if it exists, and on request its offsets."""
         fields = call.fields(_Delete)
         await self._broker.administration.delete_group(
             fields.group_name, call.caller, with_offsets=fields.clean_offset
@@ -177,7 +177,7 @@ class GroupAdmin:
     # -- connected clients ---------------------------------------------------------------------------------------
 
     def _consumers(self, call: Call) -> Reply:
-        """Serve GET_CONSUMER_CONNECTION_LIST: the members of a group and its subscriptions."""
+        """Serve GET_CONSUMER_CONNECTION_LIST: members and subscriptions of a group. Raises Refused without members."""
         name = call.fields(_ConsumerGroup).consumer_group
         group = self._sessions.group(name)
         if group is None:
@@ -196,7 +196,7 @@ class GroupAdmin:
         )
 
     def _producers(self, call: Call) -> Reply:
-        """Serve GET_PRODUCER_CONNECTION_LIST: the members of a producer group."""
+        """Serve GET_PRODUCER_CONNECTION_LIST: the members of a producer group. Raises Refused without members."""
         name = call.fields(_ProducerGroup).producer_group
         members = self._sessions.producers(name)
         if not members:
@@ -219,7 +219,7 @@ class GroupAdmin:
                         }
                         for member in self._sessions.producers(name)
                     ]
-                    for name in self._sessions.produced()
+                    for name in self._sessions.producer_names()
                 }
             }
         )
@@ -343,7 +343,10 @@ class ClientForwarding:
         return await self._forward(call, consumer, body, brokerName=self._context.broker_name)
 
     async def _consumer_status(self, call: Call) -> Reply:
-        """Serve INVOKE_BROKER_TO_GET_CONSUMER_STATUS: ask the members of a group, or one of them, for their offsets."""
+        """Serve INVOKE_BROKER_TO_GET_CONSUMER_STATUS: ask the members of a group, or one of them, for their offsets.
+
+        Raises Refused if the group has no members.
+        """
         fields = call.fields(_StatusFields)
         group = self._context.sessions.group(fields.group)
         if group is None:

@@ -185,7 +185,7 @@ class Progress:
 
     async def _offsets_at(self, topic: Topic, fields: _Reset, caller: Caller) -> dict[int, int]:
         """Compute the offsets that a reset sets, by queue. Raises Refused if the queue or the offset does not exist."""
-        committed = self._broker.offsets(fields.group, fields.topic, caller)
+        committed_offsets = self._broker.offsets(fields.group, fields.topic, caller)
         if fields.queue_id >= topic.read_queues:
             raise illegal_queue_error(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
         if fields.queue_id >= 0 and fields.offset is not None and fields.offset != -1:
@@ -204,7 +204,8 @@ class Progress:
             return new_offsets
         # Without force, a group moves only backward.
         return {
-            queue_id: min(offset, committed.get(queue_id, offset)) for queue_id, offset in new_offsets.items()
+            queue_id: min(offset, committed_offsets.get(queue_id, offset))
+            for queue_id, offset in new_offsets.items()
         }
 
     def _notify_members(self, group: Group[Member], fields: _Reset, offsets: dict[int, int]) -> None:
@@ -254,15 +255,17 @@ class Progress:
     def _topics_of(self, group: str) -> list[str]:
         """Return the topics to which the group subscribes, and those in which it has offsets."""
         group_members = self._context.sessions.group(group)
-        subscribed = list(group_members.subscriptions) if group_members is not None else []
-        return sorted({*subscribed, *self._broker.tables.offsets.topics_of(group)})
+        subscribed_topics = list(group_members.subscriptions) if group_members is not None else []
+        return sorted({*subscribed_topics, *self._broker.tables.offsets.topics_of(group)})
 
     async def _progress_entries(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
         """Create the entries of RocketMQ's ConsumeStats for one group and topic: each queue, and its offsets."""
-        committed = self._broker.offsets(group, topic.name, caller)
+        committed_offsets = self._broker.offsets(group, topic.name, caller)
         queues = topic.queues[: topic.read_queues]
         # Without an offset, all messages of the queue count as unread.
-        offsets = [committed.get(queue_id, queue.index.min_offset) for queue_id, queue in enumerate(queues)]
+        offsets = [
+            committed_offsets.get(queue_id, queue.index.min_offset) for queue_id, queue in enumerate(queues)
+        ]
         max_offsets = [queue.index.max_offset for queue in queues]
         times = await self._store_times(
             [(queue.index, offset - 1) for queue, offset in zip(queues, offsets, strict=True)]
