@@ -109,17 +109,17 @@ class TopicLimits:
         return None
 
     def refresh(self, topics: Iterable[str]) -> None:
-        """Ask Kafka for the limits of those topics whose limits are unknown or too old.
+        """Ask Kafka for the limits of the topics whose limits are unknown or older than LIMITS_KEPT_MS.
 
         Waits up to LIMITS_WAIT_S for the answers. A later answer is used from then on. After a request without an
         answer in time, further requests do not wait until Kafka answers again.
         """
         now_ms = self._clock.boot_ms()
-        wanted = {topic for topic in topics if self._fresh_until_ms.get(topic, 0) <= now_ms}
-        if not wanted:
+        stale_topics = {topic for topic in topics if self._fresh_until_ms.get(topic, 0) <= now_ms}
+        if not stale_topics:
             return
-        self._fresh_until_ms |= dict.fromkeys(wanted, now_ms + LIMITS_KEPT_MS)
-        answers = [*self._ask_operations(wanted), *self._ask_sizes(wanted)]
+        self._fresh_until_ms |= dict.fromkeys(stale_topics, now_ms + LIMITS_KEPT_MS)
+        answers = [*self._ask_operations(stale_topics), *self._ask_sizes(stale_topics)]
         if self._is_responsive:
             self._is_responsive = not wait(answers, timeout=LIMITS_WAIT_S).not_done
 
@@ -277,7 +277,8 @@ class Delivery:
     def open(self, stop: threading.Event) -> None:
         """Fence an earlier process with this name, and read the position from which to deliver.
 
-        Creates missing topics of the bridge. Raises SetupError if a topic is missing, or if the position does not match
+        Creates the position topic and the dead letter topic if they are missing. Raises KafkaException, and SetupError
+        if the topic of `--out` is missing, the local file cannot be written, or the position does not match
         Timeball's queue.
         """
         options = self._options
@@ -366,7 +367,7 @@ class Delivery:
         return False
 
     def _can_commit(self, stop: threading.Event) -> bool:
-        """Check whether Kafka commits a transaction that only contains the position."""
+        """Check whether Kafka commits a transaction that only contains the position. If not, replace the producer."""
         try:
             self._write([], self._offset, stop)
             return True
@@ -375,7 +376,10 @@ class Delivery:
             return False
 
     def _remember_refusal(self, code: int, reason: str) -> None:
-        """Remember why Kafka refused `_single_record`, so that later records of its topic are not tried for a while."""
+        """Remember why Kafka refused `_single_record`, if it will also refuse later records of its topic for a while.
+
+        An error of SIZE_ERRORS concerns the records of the same size or larger, TOPIC_ERRORS all records.
+        """
         if (record := self._single_record) is None or code not in SIZE_ERRORS | TOPIC_ERRORS:
             return
         until_ms = self._clock.boot_ms() + REFUSAL_KEPT_MS
@@ -383,14 +387,15 @@ class Delivery:
         self._refusals[record.envelope.topic] = KnownRefusal(size_bytes, reason, until_ms)
 
     def _pull(self) -> pa.RecordBatch:
-        """Read the next messages. If retention has removed some, count them as lost and continue after them.
+        """Wait up to WAIT_MS for the next messages, and read them. An empty batch if there are none.
 
+        If retention has removed some messages, they are counted as lost, and the result begins after them.
         Raises SetupError if the queue ends before the position.
         """
         try:
             # A message that was refused is tried alone.
-            rows = 1 if self._refusal_reasons else self._rows_max
-            return self._queue.pull(self._offset, rows, WAIT_MS)
+            rows_max = 1 if self._refusal_reasons else self._rows_max
+            return self._queue.pull(self._offset, rows_max, WAIT_MS)
         except OutOfRange:
             offsets = self._queue.span()
             self._check_position(self._offset, offsets)
@@ -405,9 +410,10 @@ class Delivery:
     # ---- one transaction --------------------------------------------------------------------------------
 
     def _deliver(self, rows: pa.RecordBatch, stop: threading.Event) -> None:
-        """Write these messages in one transaction, each in its first form that no known refusal excludes.
+        """Write messages in one transaction, each in its first form that no known refusal excludes.
 
-        Raises KafkaException. Then nothing was written, and `_offset` stays.
+        Messages at the end of `rows` are left out if they exceed PULL_BYTES_MAX. Raises KafkaException. Then `_offset`
+        stays, and `_replace_producer` ends the transaction or learns that it was committed.
         """
         names = ("unique_key", "body", "properties", "due_ms", "accepted_ms", "sys_flag")
         columns = [rows.column(name).to_pylist() for name in names]
@@ -484,7 +490,7 @@ class Delivery:
                 raise
 
     def _note_report(self, error: KafkaError | None, message: Message | None) -> None:
-        """Keep a permanent error that Kafka has reported for a record."""
+        """Store a permanent error that Kafka has reported for a record. Kafka's client calls this for `on_report`."""
         # Records that are discarded with their transaction are reported too, with error codes of the client itself.
         if error is not None and error.code() in PERMANENT_ERRORS:
             self._reported_error = error
@@ -510,7 +516,11 @@ class Delivery:
                     raise TopicDeleted(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART, reason)) from error
 
     def _replace_producer(self, error: KafkaException, stop: threading.Event) -> None:
-        """End a failed transaction, and create a new producer. Raises SetupError if fenced, and KafkaException."""
+        """End a failed transaction, and create a new producer, unless `stop` is set.
+
+        Reads `_offset` anew if the transaction may have been committed. Raises SetupError if another bridge has fenced
+        this one, and KafkaException.
+        """
         cause = error.args[0]
         if cause.fatal() and cause.code() in FENCED_ERRORS:
             # The bridge does not restart, because two bridges with one name would fence each other for ever.
@@ -534,9 +544,9 @@ class Delivery:
             self._offset = read_position(self._options) or 0
 
     def _abort(self, stop: threading.Event) -> bool:
-        """Abort the transaction.
+        """Abort the transaction. Returns False if it may still be open: the next `init_transactions` ends it then.
 
-        False if it may still be open. Then `init_transactions` of the next producer ends it.
+        Raises SetupError if another bridge has fenced this one.
         """
         while True:
             try:
@@ -588,7 +598,8 @@ class Delivery:
         """Choose the first form of a message that no known refusal excludes, and build its record.
 
         `record`: its first form. Forms that Kafka has refused for this message are skipped. Writes the message to the
-        local file if the form demands that. None if only the local file is left.
+        local file if the form demands that. Returns None if only the local file is left. Raises SetupError if that
+        file cannot be written.
         """
         reasons, first_form = list(self._refusal_reasons), AS_DEAD_LETTER if record.is_dead else AS_IT_IS
         while (form := first_form + len(reasons)) < ONLY_IN_FILE:
@@ -602,17 +613,14 @@ class Delivery:
         return None
 
     def _known_refusal(self, record: OutgoingRecord) -> str | None:
-        """Explain why Kafka will refuse a record, as far as that is known before the write.
-
-        None if it may accept it.
-        """
-        known, topic = self._refusals.get(record.envelope.topic), record.envelope.topic
+        """Return the reason why Kafka will refuse a record, or None if Kafka may accept it."""
+        known_refusal, topic = self._refusals.get(record.envelope.topic), record.envelope.topic
         if (
-            known is not None
-            and record.size_bytes >= known.size_bytes
-            and known.until_ms > self._clock.boot_ms()
+            known_refusal is not None
+            and record.size_bytes >= known_refusal.size_bytes
+            and known_refusal.until_ms > self._clock.boot_ms()
         ):
-            return known.reason
+            return known_refusal.reason
         if record.is_dead:  # `_deliver` has asked for the limits of the other topics
             self._topic_limits.refresh((topic,))
         return self._topic_limits.refusal(topic, record.size_bytes)
@@ -627,7 +635,10 @@ class Delivery:
         return self._dead_letter(record._replace(value=value), f"{'; '.join(reasons)}; {VALUE_IN_FILE}")
 
     def _file_away(self, record: OutgoingRecord, reasons: list[str]) -> None:
-        """Append a message to the local file, unless an earlier attempt did so, whose transaction failed."""
+        """Append a message to the local file, unless an earlier attempt did so, whose transaction failed.
+
+        `reasons` tell why its forms were refused. Raises SetupError.
+        """
         if record.id in self._filed_ids:
             return
         location, envelope = self._source_location(record), record.envelope
@@ -696,7 +707,7 @@ def make_topics(options: BridgeOptions, existing: dict[str, int]) -> None:
 
 
 def read_position(options: BridgeOptions) -> int | None:
-    """Read the position of the last committed transaction. None if there is none.
+    """Read the position of the last committed transaction. None if there is none. Raises KafkaException.
 
     Call this right after `init_transactions`, so that no transaction of this bridge is open.
     """

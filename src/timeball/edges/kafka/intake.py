@@ -98,7 +98,7 @@ class PartitionEnd(NamedTuple):
 
 
 class Intake:
-    """Copies the records of one topic, once: after an error, a new object takes its place.
+    """Copies the records of one topic. After an error, a new object replaces it.
 
     Reads in the thread that calls `run`, and sends in another thread.
     """
@@ -209,14 +209,14 @@ class Intake:
         return max(log_position, int(low))
 
     def _poll_records(self) -> Iterator[Record]:
-        """Yield the next batch of records. Waits up to POLL_S for the first one, then `_linger_s` for others.
+        """Yield the next batch of records. Waits up to POLL_S for the first one, then `_linger_s` for further records.
 
         Raises KafkaException.
         """
-        first = self._consumer.poll(POLL_S)
-        if first is None:
+        first_message = self._consumer.poll(POLL_S)
+        if first_message is None:
             return
-        for message in (first, *self._consumer.consume(BATCH_ROWS - 1, self._linger_s)):
+        for message in (first_message, *self._consumer.consume(BATCH_ROWS - 1, self._linger_s)):
             if (error := message.error()) is None:
                 record = self._to_record(message)
                 self._next_offsets[record.partition] = record.offset + 1
@@ -247,7 +247,7 @@ class Intake:
     def _accept(self, batch: Sequence[Record], stop: threading.Event) -> None:
         """Convert a batch while the earlier batch is being sent, then start to send it.
 
-        Raises the earlier one's error.
+        Raises the error of the earlier batch.
         """
         items = self._convert(batch)
         self._pending_send.result()
@@ -261,8 +261,8 @@ class Intake:
     def _convert(self, batch: Sequence[Record]) -> list[Item]:
         """Convert records to messages, and cancel the messages of records with the header `cancel`.
 
-        A record that cancels has no message, and neither has a record that a later one of the batch cancels. Waits for
-        the earlier batch before it cancels (see the module docstring). Raises the errors of the cancel.
+        A record that cancels has no message, and neither has a record that a later record of the batch cancels. Before
+        a cancel, the earlier batch is awaited (see the module docstring). Raises the errors of the cancel.
         """
         now_ms = self._clock.wall_ms()
         earliest_due_ms = now_ms + limits.DELAY_MS_MAX
@@ -373,9 +373,11 @@ class Intake:
     # ---- consumer group and new partitions --------------------------------------------------------------
 
     def _commit_and_check_partitions(self) -> None:
-        """Commit the offsets of Kafka's consumer group, and start to read added partitions, each at its interval.
+        """Commit the offsets of Kafka's consumer group, update `counts.behind`, and start to read added partitions.
 
-        The committed offsets are only for Kafka's tools, which show them.
+        Both happen at intervals: COMMIT_MS and PARTITION_CHECK_MS. The committed offsets are only for Kafka's tools.
+
+        Raises KafkaException and SetupError, and the error of the batch that is being sent.
         """
         now_ms, topic = self._clock.wall_ms(), self._options.own
         if now_ms - self._offsets_committed_ms >= COMMIT_MS:

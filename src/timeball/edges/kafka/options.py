@@ -94,16 +94,16 @@ class BridgeOptions:
         """The topic in Timeball of this bridge's pending messages. Topics there contain no dots."""
         return "kafka-" + self.name.replace(".", "_")
 
-    def client_properties(self, **given: Value) -> dict[str, Value]:
-        """Build the properties of a Kafka client. `given` overrides the others, with underscores for dots in names."""
-        given_properties = {name.replace("_", "."): value for name, value in given.items()}
+    def client_properties(self, **overrides: Value) -> dict[str, Value]:
+        """Build the properties of a Kafka client. `overrides` win; their names have underscores instead of dots."""
+        override_properties = {name.replace("_", "."): value for name, value in overrides.items()}
         return {
             "bootstrap.servers": self.bootstrap,
             "allow.auto.create.topics": False,
             # A broker that restarts is back within seconds, and the client's default is ten.
             "reconnect.backoff.max.ms": 1_000,
             **self.client,
-            **given_properties,
+            **override_properties,
         }
 
 
@@ -178,7 +178,7 @@ class Topics:
         return self._partition_counts.get(name, 0)
 
     def deleted(self, names: Iterable[str]) -> list[str]:
-        """List those of `names` that no longer exist. Asks Kafka without using the cache."""
+        """List the topics in `names` that no longer exist. Asks Kafka without using the cache."""
         self._fetched_ms = None
         return [name for name in names if not self.has(name)]
 

@@ -288,10 +288,10 @@ def _due_ms(record: Record, now_ms: int) -> int:
 
 
 def _destination(record: Record, rules: TopicRules) -> str:
-    """Read the destination topic from the headers of a record, or use the bridge's. Raises Refused."""
+    """Read the destination topic from the headers of a record, or use `rules.out`. Raises Refused."""
     topic = rules.out
     for name, value in record.headers:
-        if name == TO:  # the last one counts
+        if name == TO:  # the last of these headers counts
             topic = rules.out if value is None else value.decode(errors="replace")
     if not topic:
         raise Refused(f"the record has no header {TO}, and the bridge no --out")
