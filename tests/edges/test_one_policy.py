@@ -22,8 +22,8 @@ from tests.node_fixture import RunningNode, running_node
 import timeball.edges
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topics import READ, WRITE, TopicConfig
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import TimeballError
@@ -39,8 +39,9 @@ REMOTING = {
     ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST: NO_GROUP, ResponseCode.INVALID_PARAMETER: BAD_NAME,
 }  # fmt: skip
 GRPC = {
-    d.Code.OK: OK, d.Code.MESSAGE_NOT_FOUND: OK, d.Code.FORBIDDEN: FORBIDDEN, d.Code.TOPIC_NOT_FOUND: NOT_FOUND,
-    d.Code.CONSUMER_GROUP_NOT_FOUND: NO_GROUP, d.Code.ILLEGAL_TOPIC: BAD_NAME,
+    definition.Code.OK: OK, definition.Code.MESSAGE_NOT_FOUND: OK, definition.Code.FORBIDDEN: FORBIDDEN,
+    definition.Code.TOPIC_NOT_FOUND: NOT_FOUND,
+    definition.Code.CONSUMER_GROUP_NOT_FOUND: NO_GROUP, definition.Code.ILLEGAL_TOPIC: BAD_NAME,
 }  # fmt: skip
 CODES = {
     "forbidden": FORBIDDEN, "not_found": NOT_FOUND, "group_not_found": NO_GROUP, "invalid_name": BAD_NAME,
@@ -214,12 +215,12 @@ class Grpc:
     def delayed_send(self, topic: str) -> tuple[str, str | None]:
         due_ms = self.node.broker.clock.now_ms() + HOUR_MS
         response = self.wire.ask("SendMessage", send_request(message(topic=topic, due_ms=due_ms)))
-        if response.status.code != d.Code.OK:
+        if response.status.code != definition.Code.OK:
             return GRPC[response.status.code], None
         handle = response.entries[0].recall_handle
-        request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
+        request = service.RecallMessageRequest(topic=definition.Resource(name=topic), recall_handle=handle)
         recalled = self.wire.ask("RecallMessage", request).status
-        return OK, "cancelled" if recalled.code == d.Code.OK else recalled.message
+        return OK, "cancelled" if recalled.code == definition.Code.OK else recalled.message
 
     def read(self, topic: str) -> str:
         request = grpc_wire.receive_request(GROUP, topic, wait_ms=0)

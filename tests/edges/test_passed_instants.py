@@ -12,8 +12,8 @@ from tests.edges.remoting import wire as remoting_wire
 from tests.edges.remoting.handlers.test_sends import sent
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 
 LATE_MS = 5
@@ -60,9 +60,11 @@ def test_a_cancel_after_the_due_time_is_answered_released(node: RunningNode, edg
         assert response.code == ResponseCode.ILLEGAL_OPERATION and "too late" in str(response.remark)
     if edge == "grpc":
         with grpc_wire.Wire.to(node) as wire:
-            request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
+            request = service.RecallMessageRequest(
+                topic=definition.Resource(name=topic), recall_handle=handle
+            )
             status = wire.ask("RecallMessage", request).status
-        assert status.code == d.Code.NOT_FOUND and "too late" in status.message
+        assert status.code == definition.Code.NOT_FOUND and "too late" in status.message
 
 
 def test_a_message_that_was_for_now_is_no_scheduled_message(node: RunningNode) -> None:

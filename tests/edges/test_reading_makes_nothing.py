@@ -16,8 +16,8 @@ from tests.edges.remoting import wire as remoting_wire
 from tests.node_fixture import RunningNode, running_node
 
 from timeball import Timeball
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model.errors import TimeballError
 
@@ -83,13 +83,13 @@ def test_a_remoting_request_that_reads_creates_no_topic(node: RunningNode, code:
 
 
 GRPC: dict[str, Any] = {
-    "QueryRoute": s.QueryRouteRequest(topic=d.Resource(name=TYPO)),
-    "QueryAssignment": s.QueryAssignmentRequest(
-        topic=d.Resource(name=TYPO), group=d.Resource(name="readers")
+    "QueryRoute": service.QueryRouteRequest(topic=definition.Resource(name=TYPO)),
+    "QueryAssignment": service.QueryAssignmentRequest(
+        topic=definition.Resource(name=TYPO), group=definition.Resource(name="readers")
     ),
     "ReceiveMessage": grpc_wire.receive_request("readers", TYPO, wait_ms=0),
-    "Heartbeat": s.HeartbeatRequest(
-        group=d.Resource(name="readers"), client_type=d.ClientType.SIMPLE_CONSUMER
+    "Heartbeat": service.HeartbeatRequest(
+        group=definition.Resource(name="readers"), client_type=definition.ClientType.SIMPLE_CONSUMER
     ),
 }
 

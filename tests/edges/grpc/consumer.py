@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
-from tests.edges.grpc.wire import consumer_settings, d, receive_request, s
+from tests.edges.grpc.wire import consumer_settings, definition, receive_request, service
 
 from timeball.edges.grpc.calls import CLIENT_ID, Call, store_settings
 from timeball.edges.grpc.dispatch import METHODS, Dispatch
@@ -62,17 +62,21 @@ class Consumer:
     async def responses(self, name: str, request: Any, remaining_s: float | None = None) -> list[Any]:
         return [each async for each in self.edge.dispatch.stream(name, self.call(remaining_s), request)]
 
-    async def receive(self, group: str = GROUP, topic: str = TOPIC, **fields: Any) -> list[d.Message]:
+    async def receive(
+        self, group: str = GROUP, topic: str = TOPIC, **fields: Any
+    ) -> list[definition.Message]:
         """Receive messages, by default without waiting. A missing topic is created first."""
         if self.world.broker.tables.topics.find_topic(topic) is None:
             await self.world.broker.create_topic(topic, 1 if topic.startswith("%") else 2)
         responses = await self.responses(
             "ReceiveMessage", receive_request(group, topic, **{"wait_ms": 0, **fields})
         )
-        assert responses[0].status.code in (d.Code.OK, d.Code.MESSAGE_NOT_FOUND), responses[0]
+        assert responses[0].status.code in (definition.Code.OK, definition.Code.MESSAGE_NOT_FOUND), responses[
+            0
+        ]
         return [each.message for each in responses if each.WhichOneof("content") == "message"]
 
-    async def refused(self, request: s.ReceiveMessageRequest, remaining_s: float | None = None) -> int:
+    async def refused(self, request: service.ReceiveMessageRequest, remaining_s: float | None = None) -> int:
         """Make a ReceiveMessage call that must have one response, and return its code."""
         (only,) = await self.responses("ReceiveMessage", request, remaining_s)
         return int(only.status.code)
@@ -80,32 +84,34 @@ class Consumer:
     async def ask(self, name: str, request: Any) -> Any:
         return await answer(self.edge.dispatch, name, self.call(), request)
 
-    async def ack(self, *messages: d.Message, group: str = GROUP, topic: str = TOPIC) -> s.AckMessageResponse:
+    async def ack(
+        self, *messages: definition.Message, group: str = GROUP, topic: str = TOPIC
+    ) -> service.AckMessageResponse:
         entries = [
-            s.AckMessageEntry(
+            service.AckMessageEntry(
                 message_id=each.system_properties.message_id,
                 receipt_handle=each.system_properties.receipt_handle,
             )
             for each in messages
         ]
-        request = s.AckMessageRequest(group=resource(group), topic=resource(topic), entries=entries)
-        response: s.AckMessageResponse = await self.ask("AckMessage", request)
+        request = service.AckMessageRequest(group=resource(group), topic=resource(topic), entries=entries)
+        response: service.AckMessageResponse = await self.ask("AckMessage", request)
         return response
 
     async def change(
-        self, message: d.Message, ms: int | None, **fields: Any
-    ) -> s.ChangeInvisibleDurationResponse:
-        request = s.ChangeInvisibleDurationRequest(
+        self, message: definition.Message, ms: int | None, **fields: Any
+    ) -> service.ChangeInvisibleDurationResponse:
+        request = service.ChangeInvisibleDurationRequest(
             group=resource(GROUP), topic=resource(TOPIC),
             receipt_handle=message.system_properties.receipt_handle, **fields,
         )  # fmt: skip
         if ms is not None:
             request.invisible_duration.FromMilliseconds(ms)
-        response: s.ChangeInvisibleDurationResponse = await self.ask("ChangeInvisibleDuration", request)
+        response: service.ChangeInvisibleDurationResponse = await self.ask("ChangeInvisibleDuration", request)
         return response
 
-    async def dead_letter(self, message: d.Message) -> int:
-        request = s.ForwardMessageToDeadLetterQueueRequest(
+    async def dead_letter(self, message: definition.Message) -> int:
+        request = service.ForwardMessageToDeadLetterQueueRequest(
             group=resource(GROUP), topic=resource(TOPIC), receipt_handle=message.system_properties.receipt_handle,
         )  # fmt: skip
         return int((await self.ask("ForwardMessageToDeadLetterQueue", request)).status.code)
@@ -128,8 +134,8 @@ class Consumer:
         )
 
 
-def resource(name: str) -> d.Resource:
-    return d.Resource(name=name)
+def resource(name: str) -> definition.Resource:
+    return definition.Resource(name=name)
 
 
 @asynccontextmanager
@@ -141,8 +147,11 @@ async def consumer_of(world: World) -> AsyncIterator[Consumer]:
         await edge.close()
 
 
-def with_consumer(**settings: Any) -> Callable[[Any], Any]:
-    """Decorate `async def test_…(consumer)`: run it with a Consumer on a node in memory."""
+def run_with_consumer(**settings: Any) -> Callable[[Any], Any]:
+    """Decorate `async def test_…(consumer)`: the result is a function without arguments that runs it to its end.
+
+    `consumer` is a Consumer on a new node in memory. `settings`: of the node.
+    """
 
     def decorate(test: Any) -> Any:
         async def run(world: World) -> None:

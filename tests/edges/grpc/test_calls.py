@@ -8,8 +8,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.edges.grpc.consumer import GROUP, Consumer, with_consumer
-from tests.edges.grpc.wire import d, receive_request
+from tests.edges.grpc.consumer import GROUP, Consumer, run_with_consumer
+from tests.edges.grpc.wire import definition, receive_request
 
 from timeball.broker.filters import EVERYTHING
 from timeball.edges.grpc import calls as module
@@ -91,9 +91,9 @@ INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 def test_any_duration_is_converted_to_ms_or_refused(seconds: int, nanos: int) -> None:
     duration = Duration(seconds=seconds, nanos=nanos)
     try:
-        ms = duration_ms(duration, d.Code.ILLEGAL_POLLING_TIME, "it")
+        ms = duration_ms(duration, definition.Code.ILLEGAL_POLLING_TIME, "it")
     except Refused as error:
-        assert error.protocol_code == d.Code.ILLEGAL_POLLING_TIME
+        assert error.protocol_code == definition.Code.ILLEGAL_POLLING_TIME
         assert abs(seconds) > DURATION_SECONDS_MAX or abs(nanos) > 999_999_999 or seconds * nanos < 0
     else:
         assert ms == (seconds * 10**9 + nanos) // 10**6
@@ -132,7 +132,7 @@ def test_a_long_poll_without_timeout_waits_up_to_the_maximum_or_the_deadline(
     assert long_poll_ms(Call({}, remaining_s=remaining_s), None) == poll_ms
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_the_first_receive_of_a_group_creates_it(consumer: Consumer) -> None:
     assert consumer.world.broker.tables.groups.find_group(GROUP) is None
     await consumer.world.broker.create_topic("orders", 1)
@@ -140,13 +140,13 @@ async def test_the_first_receive_of_a_group_creates_it(consumer: Consumer) -> No
     assert consumer.world.broker.tables.groups.find_group(GROUP) is not None
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_retry_topic_is_not_filtered_again(consumer: Consumer) -> None:
     long_polls = LongPolls()
     for name in ("orders", "%RETRY%g_orders"):
         await consumer.world.broker.create_topic(name, 1)
     topic = consumer.world.broker.policy.readable("%RETRY%g_orders", ANONYMOUS)
-    expression = d.FilterExpression(type=d.FilterType.TAG, expression="red")
+    expression = definition.FilterExpression(type=definition.FilterType.TAG, expression="red")
     assert long_polls.filter_for(expression, topic) is EVERYTHING
     assert (
         long_polls.filter_for(expression, consumer.world.broker.policy.readable("orders", ANONYMOUS))
@@ -154,26 +154,26 @@ async def test_a_retry_topic_is_not_filtered_again(consumer: Consumer) -> None:
     )
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_filter_is_compiled_once(consumer: Consumer) -> None:
     long_polls = LongPolls()
     await consumer.world.broker.create_topic("orders", 1)
     topic = consumer.world.broker.policy.readable("orders", ANONYMOUS)
-    expression = d.FilterExpression(type=d.FilterType.SQL, expression="a > 1")
+    expression = definition.FilterExpression(type=definition.FilterType.SQL, expression="a > 1")
     assert long_polls.filter_for(expression, topic) is long_polls.filter_for(expression, topic)
 
 
 def test_waiting_calls_of_one_address_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_PER_ADDRESS_MAX", 3)
 
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         other = Consumer(consumer.world, consumer.edge, "client-2", "10.0.0.2")
         waiting = [asyncio.create_task(consumer.receive(f"g{n}", wait_ms=20_000)) for n in range(3)]
         consuming = consumer.world.broker.consuming
         await consumer.world.until(lambda: consuming.waiting_receives == 3, "three calls wait")
         request = receive_request(GROUP, "orders", wait_ms=20_000)
-        assert await consumer.refused(request) == d.Code.TOO_MANY_REQUESTS
+        assert await consumer.refused(request) == definition.Code.TOO_MANY_REQUESTS
         late = asyncio.create_task(other.receive("g3", wait_ms=20_000))
         await consumer.world.until(
             lambda: consuming.waiting_receives == 4, "the call of the other address waits, too"

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.broker.on_node import batch
-from tests.edges.grpc.wire import Wire, consumer_settings, d, s
+from tests.edges.grpc.wire import Wire, consumer_settings, definition, service
 from tests.node_fixture import eventually, running_node
 
 from timeball.edges.grpc import edge
@@ -25,7 +25,7 @@ def test_with_a_negative_port_the_edge_does_not_listen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED))
 def test_an_unsupported_call_is_answered_with_not_implemented(wire: Wire, name: str) -> None:
-    assert wire.ask(name, METHODS[name].request()).status.code == d.Code.NOT_IMPLEMENTED
+    assert wire.ask(name, METHODS[name].request()).status.code == definition.Code.NOT_IMPLEMENTED
 
 
 def test_a_stop_ends_open_telemetry_streams(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_a_stop_ends_open_telemetry_streams(tmp_path: Path) -> None:
 def test_after_a_restart_a_client_must_send_its_settings_again(tmp_path: Path) -> None:
     for _ in range(2):
         with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
-            beat = s.HeartbeatRequest(group=d.Resource(name="g"))
-            assert wire.ask("Heartbeat", beat).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+            beat = service.HeartbeatRequest(group=definition.Resource(name="g"))
+            assert wire.ask("Heartbeat", beat).status.code == definition.Code.UNRECOGNIZED_CLIENT_TYPE
             wire.telemetry(consumer_settings("g"))
             wire.ask_ok("Heartbeat", beat)
 
@@ -56,7 +56,7 @@ def test_the_messages_of_a_killed_consumer_are_delivered_again(
         clients = node.node.edges.grpc.context.sessions
         node.run(node.broker.send(batch(1, unique_key=["id-1"])))
         killed = Wire.to(node, "killed")
-        killed.telemetry(consumer_settings("g", d.ClientType.PUSH_CONSUMER))
+        killed.telemetry(consumer_settings("g", definition.ClientType.PUSH_CONSUMER))
         (message,) = killed.receive("g", "orders", auto_renew=True, invisible_ms=None)
         living.telemetry(consumer_settings("g"))
         killed.close()  # without NotifyClientTermination
@@ -66,7 +66,7 @@ def test_the_messages_of_a_killed_consumer_are_delivered_again(
 
             def check() -> object:
                 clock.advance(5_000)
-                living.ask_ok("Heartbeat", s.HeartbeatRequest(group=d.Resource(name="g")))
+                living.ask_ok("Heartbeat", service.HeartbeatRequest(group=definition.Resource(name="g")))
                 node.loop.call_soon_threadsafe(node.broker.ticker.wake)
                 return condition()
 
@@ -74,7 +74,7 @@ def test_the_messages_of_a_killed_consumer_are_delivered_again(
 
         eventually(with_heartbeats(lambda: clients.get("killed") is None), "its session has ended")
         assert clients.get("living") is not None
-        redelivered: list[d.Message] = []
+        redelivered: list[definition.Message] = []
         eventually(
             with_heartbeats(
                 lambda: redelivered.extend(living.receive("g", "orders", wait_ms=0)) or redelivered

@@ -16,8 +16,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from tests.bounds import BOUND_S
-from tests.edges.grpc.consumer import GROUP, TOPIC, Consumer, answer, resource, with_consumer
-from tests.edges.grpc.wire import consumer_settings, d
+from tests.edges.grpc.consumer import GROUP, TOPIC, Consumer, answer, resource, run_with_consumer
+from tests.edges.grpc.wire import consumer_settings, definition
 
 from timeball.edges.grpc.calls import store_settings
 from timeball.edges.grpc.dispatch import METHODS, Method
@@ -113,7 +113,7 @@ def codes(responses: list[Any]) -> list[int]:
 def test_a_random_request_is_answered_without_an_internal_error(seed: int) -> None:
     maker, seen = RequestMaker(seed), set[int]()
 
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         consumer.connect()
         await consumer.send(5, unique_key=[f"id-{n}" for n in range(5)], properties=["a\x012\x02"] * 5)
@@ -123,24 +123,30 @@ def test_a_random_request_is_answered_without_an_internal_error(seed: int) -> No
                 responses = await responses_of(consumer, method, request)
             # A Telemetry stream without settings gets no response.
             assert codes(responses) or method.name == "Telemetry", (method.name, request)
-            assert d.Code.INTERNAL_SERVER_ERROR not in codes(responses), (method.name, request, responses)
+            assert definition.Code.INTERNAL_SERVER_ERROR not in codes(responses), (
+                method.name,
+                request,
+                responses,
+            )
             seen.update(codes(responses))
         await consumer.send(unique_key=["last"])
         assert await consumer.receive("somebody-else")
 
     check()
-    assert d.Code.OK in seen and len(seen) > 5  # the requests reach different parts of the broker
+    assert definition.Code.OK in seen and len(seen) > 5  # the requests reach different parts of the broker
 
 
 def test_the_harness_sees_what_nobody_foresaw(caplog: pytest.LogCaptureFixture) -> None:
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         async def broken(call: Any, request: Any) -> Any:
             raise KeyError("a field that was forgotten")
 
         consumer.edge.dispatch._handlers["AckMessage"] = broken
         method = METHODS["AckMessage"]
-        assert d.Code.INTERNAL_SERVER_ERROR in codes(await responses_of(consumer, method, method.request()))
+        assert definition.Code.INTERNAL_SERVER_ERROR in codes(
+            await responses_of(consumer, method, method.request())
+        )
 
     with caplog.at_level(logging.CRITICAL):
         check()
@@ -149,12 +155,12 @@ def test_the_harness_sees_what_nobody_foresaw(caplog: pytest.LogCaptureFixture) 
 def test_random_settings_are_stored_or_refused_completely() -> None:
     maker = RequestMaker(0)
 
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         clients = consumer.edge.context.sessions
         for _ in range(200):
             try:
-                store_settings(clients, "a", maker.message(d.Settings), 0)
+                store_settings(clients, "a", maker.message(definition.Settings), 0)
                 store_settings(clients, "a", consumer_settings(GROUP), 1)
             except Refused:
                 assert clients.get("a") is None

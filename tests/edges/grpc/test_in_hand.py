@@ -17,7 +17,7 @@ import pytest
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, consumer_of
-from tests.edges.grpc.wire import d, receive_request
+from tests.edges.grpc.wire import definition, receive_request
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.edges.grpc.edge import GrpcEdge
@@ -33,7 +33,7 @@ PAUSE_MS = 20_000  # before each retry: as in RocketMQ, the first retry has the 
 class Lease:
     """A message that a consumer holds. `due_ms` None: it is renewed while its client is connected."""
 
-    message: d.Message
+    message: definition.Message
     consumer: Consumer
     due_ms: int | None
 
@@ -44,13 +44,15 @@ class Model:
 
     waiting: set[str] = field(default_factory=set)
     in_flight: dict[str, Lease] = field(default_factory=dict)
-    stale: list[d.Message] = field(default_factory=list)  # messages whose handles are not valid any more
+    stale: list[definition.Message] = field(
+        default_factory=list
+    )  # messages whose handles are not valid any more
     acknowledged: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     delayed: dict[str, int] = field(default_factory=dict)  # message id: time of the next delivery in ms
 
-    def receive(self, message: d.Message, consumer: Consumer, due_ms: int | None) -> None:
+    def receive(self, message: definition.Message, consumer: Consumer, due_ms: int | None) -> None:
         key = message.system_properties.message_id
         assert key in self.waiting, f"{key} is received, although it was acknowledged or a consumer holds it"
         self.waiting.discard(key)
@@ -129,7 +131,7 @@ class GroupRun:
         if (chosen := self._choose_held()) is not None:
             key, held = chosen
             response = await held.consumer.ack(held.message)
-            assert response.status.code == d.Code.OK, (key, response)
+            assert response.status.code == definition.Code.OK, (key, response)
             self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.acknowledged.add(key)
 
@@ -141,14 +143,16 @@ class GroupRun:
             # come back is invalid.
             key = message.system_properties.message_id
             has_ended = key not in {*self.model.in_flight, *self.model.waiting, *self.model.delayed}
-            assert code == d.Code.INVALID_RECEIPT_HANDLE or (has_ended and code == d.Code.OK), key
+            assert code == definition.Code.INVALID_RECEIPT_HANDLE or (
+                has_ended and code == definition.Code.OK
+            ), key
 
     async def change(self) -> None:
         if (chosen := self._choose_held()) is not None:
             key, held = chosen
             ms, suspend = self.random.choice([0, 10, 1_000, 9_000, 90_000]), self.random.random() < 0.3
             response = await held.consumer.change(held.message, ms, suspend=suspend)
-            assert response.status.code == d.Code.OK, (key, response)
+            assert response.status.code == definition.Code.OK, (key, response)
             assert response.receipt_handle == held.message.system_properties.receipt_handle
             held.due_ms = self.world.clock.wall + ms
             self.suspended[key] = suspend
@@ -157,7 +161,7 @@ class GroupRun:
     async def dead_letter(self) -> None:
         if self.random.random() < 0.3 and (chosen := self._choose_held()) is not None:
             key, held = chosen
-            assert await held.consumer.dead_letter(held.message) == d.Code.OK
+            assert await held.consumer.dead_letter(held.message) == definition.Code.OK
             self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.dead.add(key)
 
@@ -212,7 +216,7 @@ class GroupRun:
             await last.pass_time(10 * MINUTE_MS)
             while messages := await last.receive():
                 received += [message.system_properties.message_id for message in messages]
-                assert (await last.ack(*messages)).status.code == d.Code.OK
+                assert (await last.ack(*messages)).status.code == definition.Code.OK
         dead: list[str] = []
         while messages := await last.receive("readers-of-dead-letters", "%DLQ%g"):
             dead += [message.system_properties.message_id for message in messages]

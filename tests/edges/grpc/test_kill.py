@@ -25,13 +25,13 @@ from tests.edges.grpc.wire import Wire
 from tests.node_fixture import eventually
 
 from timeball import Timeball
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 
 CLIENTS, ROUNDS_BEFORE = 8, 400
 DELAY_MS = 2_500
-OK = d.Code.OK
-TOPIC = d.Resource(name="orders")
+OK = definition.Code.OK
+TOPIC = definition.Resource(name="orders")
 
 
 @dataclass
@@ -83,10 +83,10 @@ def produce(port: int, number: int, expected: Expectations, done: threading.Sema
             return
 
 
-def sent(wire: Wire, expected: Expectations, **fields: Any) -> s.SendResultEntry:
+def sent(wire: Wire, expected: Expectations, **fields: Any) -> service.SendResultEntry:
     sent_message = message(**fields)
     expected.note(tried=sent_message.system_properties.message_id)
-    entry: s.SendResultEntry = wire.ask_ok("SendMessage", send_request(sent_message)).entries[0]
+    entry: service.SendResultEntry = wire.ask_ok("SendMessage", send_request(sent_message)).entries[0]
     return entry
 
 
@@ -94,7 +94,7 @@ def plain(wire: Wire, expected: Expectations) -> None:
     expected.note(wanted=sent(wire, expected).message_id)
 
 
-def delayed(wire: Wire, expected: Expectations) -> s.SendResultEntry:
+def delayed(wire: Wire, expected: Expectations) -> service.SendResultEntry:
     entry = sent(wire, expected, due_ms=int(time.time() * 1_000) + DELAY_MS)
     expected.note(wanted=entry.message_id)
     return entry
@@ -103,7 +103,7 @@ def delayed(wire: Wire, expected: Expectations) -> s.SendResultEntry:
 def recalled(wire: Wire, expected: Expectations) -> None:
     entry = delayed(wire, expected)
     expected.note_unknown(entry.message_id)
-    request = s.RecallMessageRequest(topic=TOPIC, recall_handle=entry.recall_handle)
+    request = service.RecallMessageRequest(topic=TOPIC, recall_handle=entry.recall_handle)
     if wire.ask("RecallMessage", request).status.code == OK:
         expected.note(unwanted=entry.message_id)
     else:  # the message was released before the recall
@@ -112,23 +112,23 @@ def recalled(wire: Wire, expected: Expectations) -> None:
 
 def ended(wire: Wire, expected: Expectations, resolution: int) -> str:
     """Send a half message, end it with a resolution, and return its id."""
-    entry = sent(wire, expected, message_type=d.MessageType.TRANSACTION)
-    request = s.EndTransactionRequest(
+    entry = sent(wire, expected, message_type=definition.MessageType.TRANSACTION)
+    request = service.EndTransactionRequest(
         topic=TOPIC,
         message_id=entry.message_id,
         transaction_id=entry.transaction_id,
-        resolution=d.TransactionResolution.Name(resolution),
+        resolution=definition.TransactionResolution.Name(resolution),
     )
     wire.ask_ok("EndTransaction", request)
     return entry.message_id
 
 
 def committed(wire: Wire, expected: Expectations) -> None:
-    expected.note(wanted=ended(wire, expected, d.TransactionResolution.COMMIT))
+    expected.note(wanted=ended(wire, expected, definition.TransactionResolution.COMMIT))
 
 
 def rolled_back(wire: Wire, expected: Expectations) -> None:
-    expected.note(unwanted=ended(wire, expected, d.TransactionResolution.ROLLBACK))
+    expected.note(unwanted=ended(wire, expected, definition.TransactionResolution.ROLLBACK))
 
 
 def serve(data: Path) -> tuple[Running, dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.certificates import certificate
-from tests.edges.grpc.wire import Wire, consumer_settings, d, producer_settings, s
+from tests.edges.grpc.wire import Wire, consumer_settings, definition, producer_settings, service
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.edges.grpc.calls import STREAMS_PER_CLIENT_MAX
@@ -16,8 +16,8 @@ from timeball.edges.grpc.handlers.telemetry import SETTINGS_BYTES_MAX
 from timeball.edges.http2 import connection as module
 from timeball.edges.http2.connection import CALLS_PER_CONNECTION_MAX
 
-LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES_MAX))
-HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
+LARGE = definition.Message(topic=definition.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES_MAX))
+HEARTBEAT = service.HeartbeatRequest(group=definition.Resource(name="g"))
 
 
 def refused(wire: Wire, request: object, **options: object) -> grpc.StatusCode:
@@ -31,16 +31,16 @@ def refused(wire: Wire, request: object, **options: object) -> grpc.StatusCode:
 
 def test_a_compressed_request_is_bounded_by_its_decompressed_size(node: RunningNode, wire: Wire) -> None:
     """64 MiB of zeros are compressed to 64 KiB."""
-    bomb = s.SendMessageRequest(messages=[LARGE])
+    bomb = service.SendMessageRequest(messages=[LARGE])
     assert refused(wire, bomb, compression=grpc.Compression.Gzip) == grpc.StatusCode.RESOURCE_EXHAUSTED
-    wire.ask_ok("QueryRoute", s.QueryRouteRequest(topic=d.Resource(name="orders")))
+    wire.ask_ok("QueryRoute", service.QueryRouteRequest(topic=definition.Resource(name="orders")))
 
 
 def test_telemetry_streams_of_a_client_are_limited(wire: Wire) -> None:
     opened = [wire.telemetry(consumer_settings("g")) for _ in range(STREAMS_PER_CLIENT_MAX)]
     extra = wire.telemetry()
-    extra.send(s.TelemetryCommand(settings=consumer_settings("g")))
-    assert next(extra).status.code == d.Code.TOO_MANY_REQUESTS
+    extra.send(service.TelemetryCommand(settings=consumer_settings("g")))
+    assert next(extra).status.code == definition.Code.TOO_MANY_REQUESTS
     opened[0].end()
     eventually(lambda: not list(opened[0]), "the stream ends with the client's side of it")
     wire.telemetry(consumer_settings("g"))  # the limit allows another one again
@@ -50,10 +50,10 @@ def test_too_large_settings_are_refused(wire: Wire) -> None:
     stream = wire.telemetry()
     settings = producer_settings(*(f"topic-{n}" for n in range(30_000)))
     assert settings.ByteSize() > SETTINGS_BYTES_MAX
-    stream.send(s.TelemetryCommand(settings=settings))
-    assert next(stream).status.code == d.Code.PAYLOAD_TOO_LARGE
+    stream.send(service.TelemetryCommand(settings=settings))
+    assert next(stream).status.code == definition.Code.PAYLOAD_TOO_LARGE
     # The settings were not stored, so the client is unknown.
-    assert wire.ask("Heartbeat", HEARTBEAT).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+    assert wire.ask("Heartbeat", HEARTBEAT).status.code == definition.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
 def test_calls_above_the_limit_of_a_connection_wait_in_the_client(node: RunningNode) -> None:
@@ -66,22 +66,24 @@ def test_calls_above_the_limit_of_a_connection_wait_in_the_client(node: RunningN
             modest.ask_ok("Heartbeat", HEARTBEAT)
         assert not waits.done()
         held[0].cut()
-        assert waits.result(BOUND_S).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+        assert waits.result(BOUND_S).status.code == definition.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
 def test_a_client_that_reads_nothing_does_not_delay_others(node: RunningNode) -> None:
     """A client sends settings and never reads the answers. Only its own stream is blocked."""
     with Wire.to(node, "not-reading") as not_reading, Wire.to(node, "other") as other:
-        large_settings = d.Settings(
-            client_type=d.ClientType.PRODUCER,
-            publishing=d.Publishing(topics=[d.Resource(name=f"topic-{n}") for n in range(2_000)]),
+        large_settings = definition.Settings(
+            client_type=definition.ClientType.PRODUCER,
+            publishing=definition.Publishing(
+                topics=[definition.Resource(name=f"topic-{n}") for n in range(2_000)]
+            ),
         )
         stream = not_reading.telemetry()
         for _ in range(400):
-            stream.send(s.TelemetryCommand(settings=large_settings))
+            stream.send(service.TelemetryCommand(settings=large_settings))
         other.telemetry(producer_settings("orders"))
         for _ in range(20):
-            other.ask_ok("Heartbeat", s.HeartbeatRequest())
+            other.ask_ok("Heartbeat", service.HeartbeatRequest())
         stream.cut()
 
 
@@ -106,14 +108,18 @@ def test_with_a_certificate_tls_and_local_plain_text_are_served(tmp_path: Path) 
         address = f"localhost:{node.node.grpc_port}"
         credentials = grpc.ssl_channel_credentials(Path(issued.roots).read_bytes())
         stub = "/apache.rocketmq.v2.MessagingService/QueryRoute"
-        request = s.QueryRouteRequest(topic=d.Resource(name="orders")).SerializeToString()
+        request = service.QueryRouteRequest(topic=definition.Resource(name="orders")).SerializeToString()
         with grpc.secure_channel(address, credentials) as channel:
-            answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
-            assert answer.status.code == d.Code.OK
+            answer = service.QueryRouteResponse.FromString(
+                channel.unary_unary(stub)(request, timeout=BOUND_S)
+            )
+            assert answer.status.code == definition.Code.OK
         # From another machine: tests/edges/shared/test_first_byte.py.
         with grpc.insecure_channel(address) as channel:
-            answer = s.QueryRouteResponse.FromString(channel.unary_unary(stub)(request, timeout=BOUND_S))
-            assert answer.status.code == d.Code.OK
+            answer = service.QueryRouteResponse.FromString(
+                channel.unary_unary(stub)(request, timeout=BOUND_S)
+            )
+            assert answer.status.code == definition.Code.OK
         other_certificate = certificate(tmp_path / "other")
         credentials = grpc.ssl_channel_credentials(Path(other_certificate.roots).read_bytes())
         with grpc.secure_channel(address, credentials) as channel, pytest.raises(grpc.RpcError) as error:

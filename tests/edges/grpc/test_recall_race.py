@@ -20,14 +20,14 @@ from tests.edges.grpc.sending import message, rows, send_request
 from tests.edges.grpc.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.model.message import Kind
 
 SCHEDULED_ROWS, CALLS, WIRES = 1_000, 64, 8
 AHEAD_MS, SPREAD_MS = 1_500, 1_000
 MISS_MS = 60  # the maximum time between a recall and the due time of its message
-OK, TOO_LATE = d.Code.OK, d.Code.NOT_FOUND
+OK, TOO_LATE = definition.Code.OK, definition.Code.NOT_FOUND
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Race:
             ):
                 faults.append(f"{name}: {sentence!r}, and the log says {self.released_ms.get(name)}")
             if code not in (OK, TOO_LATE):
-                faults.append(f"{name}: {d.Code.Name(code)} {sentence}")
+                faults.append(f"{name}: {definition.Code.Name(code)} {sentence}")
             if self.received[name] != times:
                 faults.append(f"{name}: delivered {times} times, received {self.received[name]} times")
         return faults
@@ -105,7 +105,7 @@ def recall_at(wire: Wire, recalls: list[tuple[str, str, float]]) -> dict[str, tu
     responses = {}
     for name, handle, time_ms in sorted(recalls, key=lambda recall: recall[2]):
         wait_until(time_ms)
-        request = s.RecallMessageRequest(topic=d.Resource(name="orders"), recall_handle=handle)
+        request = service.RecallMessageRequest(topic=definition.Resource(name="orders"), recall_handle=handle)
         status = wire.ask("RecallMessage", request).status
         responses[name] = (status.code, status.message)
     return responses
@@ -122,14 +122,14 @@ def consume(wire: Wire, received: Counter[str], over: threading.Event) -> None:
             continue
         received.update(each.system_properties.message_id for each in messages)
         entries = [
-            s.AckMessageEntry(
+            service.AckMessageEntry(
                 message_id=each.system_properties.message_id,
                 receipt_handle=each.system_properties.receipt_handle,
             )
             for each in messages
         ]
-        group, topic = d.Resource(name="readers"), d.Resource(name="orders")
-        wire.ask_ok("AckMessage", s.AckMessageRequest(group=group, topic=topic, entries=entries))
+        group, topic = definition.Resource(name="readers"), definition.Resource(name="orders")
+        wire.ask_ok("AckMessage", service.AckMessageRequest(group=group, topic=topic, entries=entries))
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def race_without_fault() -> Race:
         lambda race: race.received.update(["B"]),
         lambda race: race.received.update(["A"]),
         lambda race: race.received.clear(),
-        lambda race: race.answers.update(B=(d.Code.INTERNAL_SERVER_ERROR, "")),
+        lambda race: race.answers.update(B=(definition.Code.INTERNAL_SERVER_ERROR, "")),
     ],
 )
 def test_the_record_of_a_race_sees_each_fault(spoil: object) -> None:

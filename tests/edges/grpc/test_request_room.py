@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from tests.edges.grpc.wire import Wire, d, s
+from tests.edges.grpc.wire import Wire, definition, service
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually
 
@@ -23,10 +23,10 @@ def quota_of(node: RunningNode) -> MemoryQuota:
     return node.node.edges.grpc.service.room.received
 
 
-def large(topic: str = "orders") -> s.SendMessageRequest:
-    message = d.Message(topic=d.Resource(name=topic), body=bytes(4 * MIB))
+def large(topic: str = "orders") -> service.SendMessageRequest:
+    message = definition.Message(topic=definition.Resource(name=topic), body=bytes(4 * MIB))
     message.system_properties.message_id = "01" + "0" * 32
-    return s.SendMessageRequest(messages=[message])
+    return service.SendMessageRequest(messages=[message])
 
 
 def test_large_sends_of_one_address_succeed_within_the_quota(node: RunningNode, wire: Wire) -> None:
@@ -35,7 +35,7 @@ def test_large_sends_of_one_address_succeed_within_the_quota(node: RunningNode, 
     sends = [wire.later("SendMessage", large()) for _ in range(12)]
     while not all(send.done() for send in sends):
         held_bytes_max = max(held_bytes_max, quota.held_bytes)
-    assert {send.result().status.code for send in sends} == {d.Code.OK}
+    assert {send.result().status.code for send in sends} == {definition.Code.OK}
     assert 0 < held_bytes_max <= quota.bytes_max
     eventually(lambda: not quota.held_bytes, "all memory is given back")
 

@@ -10,8 +10,8 @@ from tests.edges.grpc.wire import Wire, consumer_settings, producer_settings
 from tests.edges.http2.raw_client import RawClient, fields
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.edges.grpc.calls import Stream, choose_producer_stream
 from timeball.edges.grpc.dispatch import ACCOUNT_ONLY, METHODS, REQUIRED_PERMISSIONS, SERVICE_NAME
 from timeball.model.access import Verb
@@ -34,25 +34,27 @@ secret_key = "root's secret"
 admin = true
 """
 
-ORDERS, BILLING = d.Resource(name="orders"), d.Resource(name="billing")
-QUEUE = d.MessageQueue(topic=ORDERS)
+ORDERS, BILLING = definition.Resource(name="orders"), definition.Resource(name="billing")
+QUEUE = definition.MessageQueue(topic=ORDERS)
 REQUESTS = {
-    "QueryRoute": s.QueryRouteRequest(topic=ORDERS),
-    "QueryOffset": s.QueryOffsetRequest(message_queue=QUEUE),
-    "SendMessage": s.SendMessageRequest(messages=[d.Message(topic=ORDERS)]),
-    "EndTransaction": s.EndTransactionRequest(topic=ORDERS),
-    "RecallMessage": s.RecallMessageRequest(topic=ORDERS),
-    "QueryAssignment": s.QueryAssignmentRequest(topic=ORDERS, group=BILLING),
-    "AckMessage": s.AckMessageRequest(topic=ORDERS, group=BILLING),
-    "ChangeInvisibleDuration": s.ChangeInvisibleDurationRequest(topic=ORDERS, group=BILLING),
-    "ForwardMessageToDeadLetterQueue": s.ForwardMessageToDeadLetterQueueRequest(topic=ORDERS, group=BILLING),
-    "ReceiveMessage": s.ReceiveMessageRequest(message_queue=QUEUE, group=BILLING, batch_size=1),
-    "PullMessage": s.PullMessageRequest(message_queue=QUEUE, group=BILLING),
-    "UpdateOffset": s.UpdateOffsetRequest(message_queue=QUEUE, group=BILLING),
-    "GetOffset": s.GetOffsetRequest(message_queue=QUEUE, group=BILLING),
-    "SyncLiteSubscription": s.SyncLiteSubscriptionRequest(topic=ORDERS, group=BILLING),
-    "Heartbeat": s.HeartbeatRequest(),
-    "NotifyClientTermination": s.NotifyClientTerminationRequest(),
+    "QueryRoute": service.QueryRouteRequest(topic=ORDERS),
+    "QueryOffset": service.QueryOffsetRequest(message_queue=QUEUE),
+    "SendMessage": service.SendMessageRequest(messages=[definition.Message(topic=ORDERS)]),
+    "EndTransaction": service.EndTransactionRequest(topic=ORDERS),
+    "RecallMessage": service.RecallMessageRequest(topic=ORDERS),
+    "QueryAssignment": service.QueryAssignmentRequest(topic=ORDERS, group=BILLING),
+    "AckMessage": service.AckMessageRequest(topic=ORDERS, group=BILLING),
+    "ChangeInvisibleDuration": service.ChangeInvisibleDurationRequest(topic=ORDERS, group=BILLING),
+    "ForwardMessageToDeadLetterQueue": service.ForwardMessageToDeadLetterQueueRequest(
+        topic=ORDERS, group=BILLING
+    ),
+    "ReceiveMessage": service.ReceiveMessageRequest(message_queue=QUEUE, group=BILLING, batch_size=1),
+    "PullMessage": service.PullMessageRequest(message_queue=QUEUE, group=BILLING),
+    "UpdateOffset": service.UpdateOffsetRequest(message_queue=QUEUE, group=BILLING),
+    "GetOffset": service.GetOffsetRequest(message_queue=QUEUE, group=BILLING),
+    "SyncLiteSubscription": service.SyncLiteSubscriptionRequest(topic=ORDERS, group=BILLING),
+    "Heartbeat": service.HeartbeatRequest(),
+    "NotifyClientTermination": service.NotifyClientTerminationRequest(),
 }
 PRODUCER_CALLS = {"SendMessage", "EndTransaction", "RecallMessage", "QueryRoute", "QueryOffset"}
 CONSUMER_CALLS = REQUIRED_PERMISSIONS.keys() - PRODUCER_CALLS | {"QueryRoute", "QueryOffset"}
@@ -92,7 +94,7 @@ def test_every_call_has_a_required_permission() -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_caller_without_a_valid_account_is_unauthorized(node: RunningNode, name: str) -> None:
     with Wire.to(node, "without-account") as nobody, wire_of(node, "shop", "another secret") as wrong:
-        assert code(nobody, name) == code(wrong, name) == d.Code.UNAUTHORIZED
+        assert code(nobody, name) == code(wrong, name) == definition.Code.UNAUTHORIZED
 
 
 @pytest.mark.parametrize("name", REQUIRED_PERMISSIONS)
@@ -103,7 +105,7 @@ def test_an_account_may_make_exactly_the_calls_that_its_rights_allow(node: Runni
         ("root", REQUIRED_PERMISSIONS.keys()),
     ):
         with wire_of(node, account) as wire:
-            assert (code(wire, name) == d.Code.FORBIDDEN) == (name not in allowed_calls), account
+            assert (code(wire, name) == definition.Code.FORBIDDEN) == (name not in allowed_calls), account
 
 
 @pytest.mark.parametrize("name", sorted(REQUIRED_PERMISSIONS.keys() - {"ReceiveMessage", "PullMessage"}))
@@ -119,13 +121,16 @@ def test_rights_on_one_topic_do_not_allow_calls_on_another(node: RunningNode, na
             value[0].topic.name = "secrets"
     for account in ("shop", "billing"):
         with wire_of(node, account) as wire:
-            assert wire.ask(name, request).status.code == d.Code.FORBIDDEN
+            assert wire.ask(name, request).status.code == definition.Code.FORBIDDEN
 
 
 def test_a_call_on_two_topics_requires_rights_on_both(node: RunningNode) -> None:
-    both = [d.Message(topic=ORDERS), d.Message(topic=d.Resource(name="secrets"))]
+    both = [definition.Message(topic=ORDERS), definition.Message(topic=definition.Resource(name="secrets"))]
     with wire_of(node, "shop") as wire:
-        assert wire.ask("SendMessage", s.SendMessageRequest(messages=both)).status.code == d.Code.FORBIDDEN
+        assert (
+            wire.ask("SendMessage", service.SendMessageRequest(messages=both)).status.code
+            == definition.Code.FORBIDDEN
+        )
 
 
 def test_settings_with_forbidden_topics_or_groups_are_refused(node: RunningNode) -> None:
@@ -137,15 +142,15 @@ def test_settings_with_forbidden_topics_or_groups_are_refused(node: RunningNode)
         with wire_of(node, account) as wire:
             wire.telemetry(mine).cut()
             refused = wire.telemetry()
-            refused.send(s.TelemetryCommand(settings=not_mine))
-            assert next(refused).status.code == d.Code.FORBIDDEN
+            refused.send(service.TelemetryCommand(settings=not_mine))
+            assert next(refused).status.code == definition.Code.FORBIDDEN
 
 
 def test_a_heartbeat_for_a_forbidden_group_does_not_create_it(node: RunningNode) -> None:
     with wire_of(node, "billing") as wire:
         wire.telemetry(consumer_settings("billing")).cut()
-        for group, expected in (("billing", d.Code.OK), ("secrets", d.Code.FORBIDDEN)):
-            beat = s.HeartbeatRequest(group=d.Resource(name=group))
+        for group, expected in (("billing", definition.Code.OK), ("secrets", definition.Code.FORBIDDEN)):
+            beat = service.HeartbeatRequest(group=definition.Resource(name=group))
             assert wire.ask("Heartbeat", beat).status.code == expected
     assert node.broker.tables.groups.find_group("secrets") is None
 
@@ -187,8 +192,8 @@ def test_a_stream_is_not_chosen_after_its_account_has_lost_the_right(tmp_path: P
 
 def test_a_call_without_a_required_permission_needs_an_administrator(node: RunningNode) -> None:
     with wire_of(node, "shop") as shop, wire_of(node, "root") as root:
-        assert code(shop, "SyncLiteSubscription") == d.Code.FORBIDDEN
-        assert code(root, "SyncLiteSubscription") == d.Code.NOT_IMPLEMENTED
+        assert code(shop, "SyncLiteSubscription") == definition.Code.FORBIDDEN
+        assert code(root, "SyncLiteSubscription") == definition.Code.NOT_IMPLEMENTED
 
 
 def test_without_an_access_file_every_call_is_allowed(tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_one_account_alone_gets_half_of_the_calls(node: RunningNode, monkeypatch
     node.run(change_calls_of_other_addresses(True))
     try:
         with wire_of(node, "shop") as shop, wire_of(node, "root") as root:
-            assert code(shop, "QueryRoute") == d.Code.TOO_MANY_REQUESTS
-            assert code(root, "QueryRoute") == d.Code.OK
+            assert code(shop, "QueryRoute") == definition.Code.TOO_MANY_REQUESTS
+            assert code(root, "QueryRoute") == definition.Code.OK
     finally:
         node.run(change_calls_of_other_addresses(False))

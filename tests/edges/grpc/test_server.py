@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.certificates import certificate
-from tests.edges.grpc.wire import Wire, consumer_settings, d, receive_request, s
+from tests.edges.grpc.wire import Wire, consumer_settings, definition, receive_request, service
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
 from timeball.broker.consuming.requests import Received, ReceiveRequest
@@ -28,18 +28,18 @@ def grpc_error(wire: Wire, request: object, name: str = "SendMessage") -> grpc.S
 def check_node_answers(node: RunningNode) -> None:
     with Wire.to(node, "somebody-else") as wire:
         wire.telemetry(consumer_settings("g"))
-        wire.ask_ok("Heartbeat", s.HeartbeatRequest(group=d.Resource(name="g")))
+        wire.ask_ok("Heartbeat", service.HeartbeatRequest(group=definition.Resource(name="g")))
 
 
 def test_a_too_large_request_is_refused(node: RunningNode, wire: Wire) -> None:
-    large = s.SendMessageRequest(messages=[d.Message(body=bytes(REQUEST_BYTES_MAX + 1))])
+    large = service.SendMessageRequest(messages=[definition.Message(body=bytes(REQUEST_BYTES_MAX + 1))])
     assert grpc_error(wire, large) == grpc.StatusCode.RESOURCE_EXHAUSTED
     check_node_answers(node)
 
 
 def test_too_large_headers_are_refused(node: RunningNode) -> None:
     with Wire.to(node, x_mq_more="x" * 2 * HEADERS_BYTES_MAX) as wire:
-        assert grpc_error(wire, s.HeartbeatRequest(), "Heartbeat") == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert grpc_error(wire, service.HeartbeatRequest(), "Heartbeat") == grpc.StatusCode.RESOURCE_EXHAUSTED
     check_node_answers(node)
 
 
@@ -78,10 +78,10 @@ def heartbeat(channel: grpc.Channel) -> int:
     """Make a call that needs no settings, and return its code."""
     call = channel.unary_unary(
         "/apache.rocketmq.v2.MessagingService/Heartbeat",
-        s.HeartbeatRequest.SerializeToString,
-        s.HeartbeatResponse.FromString,
+        service.HeartbeatRequest.SerializeToString,
+        service.HeartbeatResponse.FromString,
     )
-    response = call(s.HeartbeatRequest(), timeout=BOUND_S, metadata=[("x-mq-client-id", "c")])
+    response = call(service.HeartbeatRequest(), timeout=BOUND_S, metadata=[("x-mq-client-id", "c")])
     return int(response.status.code)
 
 
@@ -94,14 +94,14 @@ def test_tls_and_plain_text_are_served_on_one_port(tmp_path: Path) -> None:
         silent = socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S)
         for _ in range(2):
             with grpc.insecure_channel(target) as plain, grpc.secure_channel(target, roots) as secure:
-                assert heartbeat(plain) == heartbeat(secure) == d.Code.UNRECOGNIZED_CLIENT_TYPE
+                assert heartbeat(plain) == heartbeat(secure) == definition.Code.UNRECOGNIZED_CLIENT_TYPE
         # A silent client and an invalid handshake do not affect other clients.
         with socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S) as nonsense:
             nonsense.sendall(b"\x16\x03\x01\x00\x05hello")
             while nonsense.recv(1024):
                 pass
         with grpc.secure_channel(target, roots) as secure:
-            assert heartbeat(secure) == d.Code.UNRECOGNIZED_CLIENT_TYPE
+            assert heartbeat(secure) == definition.Code.UNRECOGNIZED_CLIENT_TYPE
     assert silent.recv(1) == b""
     silent.close()
 
@@ -150,12 +150,14 @@ def test_a_client_that_ends_its_direction_at_any_moment_takes_no_message(node: R
         with Wire.to(node) as other:
             (message,) = messages or other.receive("g", "t", wait_ms=1_000)
             assert message.system_properties.delivery_attempt == 1
-            entry = s.AckMessageEntry(
+            entry = service.AckMessageEntry(
                 message_id=message.system_properties.message_id,
                 receipt_handle=message.system_properties.receipt_handle,
             )
             other.ask_ok(
                 "AckMessage",
-                s.AckMessageRequest(group=d.Resource(name="g"), topic=d.Resource(name="t"), entries=[entry]),
+                service.AckMessageRequest(
+                    group=definition.Resource(name="g"), topic=definition.Resource(name="t"), entries=[entry]
+                ),
             )
     assert 0 < answered < 12

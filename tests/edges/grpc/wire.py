@@ -13,11 +13,14 @@ from typing import Any, Self
 import grpc
 from tests.node_fixture import BOUND_S, RunningNode
 
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME
 
-OK = d.Code.OK
+# Tests of other folders import the two modules by these names.
+d, s = definition, service
+
+OK = definition.Code.OK
 
 
 class Wire:
@@ -74,14 +77,14 @@ class Wire:
         """
         responses = list(self.stream("ReceiveMessage", receive_request(group, topic, **fields)))
         statuses = [each.status for each in responses if each.WhichOneof("content") == "status"]
-        assert [status.code for status in statuses] in ([OK], [d.Code.MESSAGE_NOT_FOUND]), statuses
+        assert [status.code for status in statuses] in ([OK], [definition.Code.MESSAGE_NOT_FOUND]), statuses
         return [each.message for each in responses if each.WhichOneof("content") == "message"]
 
-    def telemetry(self, settings: d.Settings | None = None) -> Telemetry:
+    def telemetry(self, settings: definition.Settings | None = None) -> Telemetry:
         """Open a Telemetry stream. With settings, send them and wait until the broker accepts them."""
         opened = Telemetry(self._call("stream_stream", "Telemetry"), self._metadata)
         if settings is not None:
-            opened.send(s.TelemetryCommand(settings=settings))
+            opened.send(service.TelemetryCommand(settings=settings))
             assert next(opened).status.code == OK
         return opened
 
@@ -98,17 +101,17 @@ class Telemetry:
     """A Telemetry stream: `send` sends a command, and `next` waits for a command of the broker."""
 
     def __init__(self, call: Any, metadata: list[tuple[str, str]]) -> None:
-        self._out: queue.SimpleQueue[s.TelemetryCommand | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[service.TelemetryCommand | None] = queue.SimpleQueue()
         self._call = call(iter(self._out.get, None), metadata=metadata, timeout=BOUND_S)
 
-    def __iter__(self) -> Iterator[s.TelemetryCommand]:
+    def __iter__(self) -> Iterator[service.TelemetryCommand]:
         return self
 
-    def __next__(self) -> s.TelemetryCommand:
-        command: s.TelemetryCommand = next(self._call)
+    def __next__(self) -> service.TelemetryCommand:
+        command: service.TelemetryCommand = next(self._call)
         return command
 
-    def send(self, command: s.TelemetryCommand) -> None:
+    def send(self, command: service.TelemetryCommand) -> None:
         self._out.put(command)
 
     def end(self) -> None:
@@ -121,16 +124,18 @@ class Telemetry:
         self._out.put(None)
 
 
-def consumer_settings(group: str, client_type: int = d.ClientType.SIMPLE_CONSUMER) -> d.Settings:
+def consumer_settings(
+    group: str, client_type: int = definition.ClientType.SIMPLE_CONSUMER
+) -> definition.Settings:
     """Create the settings of a consumer."""
-    subscription = d.Subscription(group=d.Resource(name=group))
-    return d.Settings(client_type=d.ClientType.Name(client_type), subscription=subscription)
+    subscription = definition.Subscription(group=definition.Resource(name=group))
+    return definition.Settings(client_type=definition.ClientType.Name(client_type), subscription=subscription)
 
 
-def producer_settings(*topics: str) -> d.Settings:
+def producer_settings(*topics: str) -> definition.Settings:
     """Create the settings of a producer."""
-    publishing = d.Publishing(topics=[d.Resource(name=topic) for topic in topics])
-    return d.Settings(client_type=d.ClientType.PRODUCER, publishing=publishing)
+    publishing = definition.Publishing(topics=[definition.Resource(name=topic) for topic in topics])
+    return definition.Settings(client_type=definition.ClientType.PRODUCER, publishing=publishing)
 
 
 def receive_request(
@@ -143,13 +148,13 @@ def receive_request(
     filter_text: str = "*",
     sql: bool = False,
     **fields: Any,
-) -> s.ReceiveMessageRequest:
+) -> service.ReceiveMessageRequest:
     """A request for any queue of a topic, unless the fields say otherwise."""
-    kind = d.FilterType.SQL if sql else d.FilterType.TAG
-    request = s.ReceiveMessageRequest(
-        group=d.Resource(name=group),
-        message_queue=d.MessageQueue(topic=d.Resource(name=topic), id=queue_id),
-        filter_expression=d.FilterExpression(type=kind, expression=filter_text),
+    kind = definition.FilterType.SQL if sql else definition.FilterType.TAG
+    request = service.ReceiveMessageRequest(
+        group=definition.Resource(name=group),
+        message_queue=definition.MessageQueue(topic=definition.Resource(name=topic), id=queue_id),
+        filter_expression=definition.FilterExpression(type=kind, expression=filter_text),
         **{"batch_size": 32, **fields},
     )
     if invisible_ms is not None:

@@ -71,7 +71,7 @@ def status_of(answer: bytes) -> int:
     ],
     ids=str,
 )
-def test_an_invalid_send_is_a_problem_with_its_status(
+def test_an_invalid_send_gets_a_problem_document_with_its_status(
     client: Client, body: bytes, content_type: str, status: int, code: str
 ) -> None:
     answer = client.ask("POST", SEND, body, content_type=content_type)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from tests.edges.grpc.wire import Wire, consumer_settings, d, s
+from tests.edges.grpc.wire import Wire, consumer_settings, definition, service
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import BOUND_S, RunningNode, eventually
 
@@ -23,7 +23,7 @@ from timeball.edges.http2.connection import (
 from timeball.edges.http2.frames import Fault, GrpcStatus, frame
 from timeball.edges.http2.streams import WINDOW_BYTES, WRITE_BUFFER_BYTES_MAX
 
-HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
+HEARTBEAT = service.HeartbeatRequest(group=definition.Resource(name="g"))
 BEAT = message(HEARTBEAT.SerializeToString())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from tests.edges.grpc.wire import consumer_settings, d, s
+from tests.edges.grpc.wire import consumer_settings, definition, service
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually
 
@@ -20,8 +20,8 @@ from timeball.edges.http2.exchange import Call, DecompressionError, Exchange, de
 from timeball.edges.http2.frames import Fault, GrpcStatus, frame
 from timeball.model.access import ANONYMOUS
 
-BEAT = s.HeartbeatRequest(group=d.Resource(name="g")).SerializeToString()
-SETTINGS = s.TelemetryCommand(settings=consumer_settings("g")).SerializeToString()
+BEAT = service.HeartbeatRequest(group=definition.Resource(name="g")).SerializeToString()
+SETTINGS = service.TelemetryCommand(settings=consumer_settings("g")).SerializeToString()
 TELEMETRY = f"/{SERVICE_NAME}/Telemetry"
 
 
@@ -33,11 +33,11 @@ def ask(node: RunningNode, data: bytes, **headers: str) -> tuple[int, str]:
         return client.status(number)
 
 
-def response(client: RawClient, number: int) -> s.HeartbeatResponse:
+def response(client: RawClient, number: int) -> service.HeartbeatResponse:
     """Read the response of a Heartbeat call."""
     for kind, _, stream, payload in client.frames():
         if kind == frames.DATA and stream == number:
-            return s.HeartbeatResponse.FromString(payload[5:])
+            return service.HeartbeatResponse.FromString(payload[5:])
     raise AssertionError("the connection has ended")
 
 
@@ -51,7 +51,7 @@ def test_a_request_in_each_supported_encoding_is_read(
     with RawClient(node) as client:
         number = client.headers(headers=fields(x_mq_client_id="raw", grpc_encoding=encoding))
         client.data(number, message(compress(BEAT), is_packed=encoding != "identity"))
-        assert response(client, number).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+        assert response(client, number).status.code == definition.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_request_in_pieces_is_one_request(node: RunningNode) -> None:
         for at in range(len(whole)):
             client.data(number, whole[at : at + 1], ends=False)
         client.data(number, b"")
-        assert response(client, number).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+        assert response(client, number).status.code == definition.Code.UNRECOGNIZED_CLIENT_TYPE
         assert client.status(number) == (0, "")
 
 

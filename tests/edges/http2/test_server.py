@@ -290,5 +290,5 @@ def test_a_call_whose_client_has_gone_gives_back_slot_and_memory() -> None:
         ("1.5S", None), ("\u0663S", None), ("3S ", None),
     ],
 )  # fmt: skip
-def test_grpc_timeouts_are_parsed_and_other_texts_are_none(timeout: str, seconds: float | None) -> None:
+def test_grpc_timeouts_are_parsed_and_other_texts_give_none(timeout: str, seconds: float | None) -> None:
     assert parse_timeout(timeout) == (None if seconds is None else pytest.approx(seconds))

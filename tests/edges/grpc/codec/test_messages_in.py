@@ -13,7 +13,7 @@ from tests.edges.grpc.sending import message
 
 from timeball.broker.accepting import admission
 from timeball.broker.accepting.admission import batch_of
-from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import definition_pb2 as definition
 from timeball.edges.grpc.codec import messages_out
 from timeball.edges.grpc.codec.messages_in import encode_row, message_type_of
 from timeball.edges.grpc.codec.messages_out import RESERVED
@@ -59,14 +59,16 @@ SYSTEM = st.fixed_dictionaries(
 )
 
 
-def build_message(body: bytes, properties: dict[str, str], fields: dict[str, Any]) -> d.Message:
+def build_message(body: bytes, properties: dict[str, str], fields: dict[str, Any]) -> definition.Message:
     fields = dict(fields)
     # Fields that are messages of two values, such as (seconds, nanos).
     pairs = {name: fields.pop(name) for name in ("digest", "born", "delivery", "recovery")}
-    system = d.SystemProperties(**{name: value for name, value in fields.items() if value is not None})
+    system = definition.SystemProperties(
+        **{name: value for name, value in fields.items() if value is not None}
+    )
     if pairs["digest"] is not None:
         digest_type, checksum = pairs["digest"]
-        system.body_digest.CopyFrom(d.Digest(type=digest_type, checksum=checksum))
+        system.body_digest.CopyFrom(definition.Digest(type=digest_type, checksum=checksum))
     for name, field in (
         ("born", "born_timestamp"),
         ("delivery", "delivery_timestamp"),
@@ -76,7 +78,7 @@ def build_message(body: bytes, properties: dict[str, str], fields: dict[str, Any
             value = getattr(system, field)
             value.seconds, value.nanos = pairs[name]
             value.SetInParent()
-    return d.Message(body=body, user_properties=properties, system_properties=system)
+    return definition.Message(body=body, user_properties=properties, system_properties=system)
 
 
 ANY_MESSAGE = st.builds(
@@ -89,15 +91,15 @@ WORD = st.one_of(
 )
 TIME = st.tuples(st.integers(0, NOW_MS // 1_000 + 2 * 10**8), st.integers(0, 10**9 - 1))
 FIELDS_OF = {
-    d.MessageType.NORMAL: {},
-    d.MessageType.FIFO: {"message_group": WORD},
-    d.MessageType.DELAY: {"delivery": TIME},
-    d.MessageType.TRANSACTION: {"recovery": optional(st.tuples(st.integers(0, 86_400), INT32))},
+    definition.MessageType.NORMAL: {},
+    definition.MessageType.FIFO: {"message_group": WORD},
+    definition.MessageType.DELAY: {"delivery": TIME},
+    definition.MessageType.TRANSACTION: {"recovery": optional(st.tuples(st.integers(0, 86_400), INT32))},
 }
 NO_PAIRS = {name: st.none() for name in ("digest", "born", "delivery", "recovery")}
 
 
-def typical_message(message_type: int) -> st.SearchStrategy[d.Message]:
+def typical_message(message_type: int) -> st.SearchStrategy[definition.Message]:
     fields: dict[str, st.SearchStrategy[Any]] = {
         **NO_PAIRS,
         "tag": optional(WORD),
@@ -105,7 +107,7 @@ def typical_message(message_type: int) -> st.SearchStrategy[d.Message]:
         "message_id": WORD,
         "body_encoding": st.sampled_from([0, 1, 2]),
         "message_type": st.sampled_from(
-            [message_type, 0] if message_type != d.MessageType.TRANSACTION else [message_type]
+            [message_type, 0] if message_type != definition.MessageType.TRANSACTION else [message_type]
         ),
         "born": optional(st.tuples(INT64, INT32)),
         "born_host": TEXT,
@@ -120,19 +122,19 @@ TYPICAL_MESSAGE = st.sampled_from(sorted(FIELDS_OF)).flatmap(typical_message)
 MESSAGE = st.one_of(ANY_MESSAGE, TYPICAL_MESSAGE)
 
 
-def row_of(message: d.Message) -> dict[str, Any]:
+def row_of(message: definition.Message) -> dict[str, Any]:
     message_type = message_type_of(message.system_properties)
     row = encode_row(message, message_type, "orders", QUEUES, NOW_MS, limits.DELAY_MS_MAX, "peer")
     return {"message_type": message_type, **dict(zip(SEND_NAMES, row, strict=True))}
 
 
-def plain(**fields: Any) -> d.Message:
-    system = d.SystemProperties(**{"message_id": "01AB", **fields})
-    return d.Message(body=b"body", system_properties=system)
+def plain(**fields: Any) -> definition.Message:
+    system = definition.SystemProperties(**{"message_id": "01AB", **fields})
+    return definition.Message(body=b"body", system_properties=system)
 
 
 @given(message=MESSAGE)
-def test_any_message_becomes_a_valid_row_or_is_refused(message: d.Message) -> None:
+def test_any_message_becomes_a_valid_row_or_is_refused(message: definition.Message) -> None:
     try:
         row = row_of(message)
     except Refused as refused:
@@ -150,22 +152,24 @@ def test_any_message_becomes_a_valid_row_or_is_refused(message: d.Message) -> No
     assert properties.pop("UNIQ_KEY") == row["unique_key"] == system.message_id
     assert properties.pop("TAGS", "") == (row["tag"] or "") == system.tag
     assert properties.pop("KEYS", "") == (row["keys"] or "") == " ".join(key for key in system.keys if key)
-    if message_type == d.MessageType.FIFO:
+    if message_type == definition.MessageType.FIFO:
         assert properties.pop("__SHARDINGKEY") == system.message_group
-    if message_type == d.MessageType.TRANSACTION:
+    if message_type == definition.MessageType.TRANSACTION:
         assert properties.pop("__transactionId__") == system.message_id
     assert properties.pop("TRACE_CONTEXT", "") == system.trace_context
-    assert (properties.pop("TRAN_MSG", "") == "true") == (message_type == d.MessageType.TRANSACTION)
-    assert ("TIMER_DELIVER_MS" in properties) == (message_type == d.MessageType.DELAY)
+    assert (properties.pop("TRAN_MSG", "") == "true") == (message_type == definition.MessageType.TRANSACTION)
+    assert ("TIMER_DELIVER_MS" in properties) == (message_type == definition.MessageType.DELAY)
     assert {name: value for name, value in properties.items() if name not in RESERVED} == dict(
         message.user_properties
     )
     assert row["due_ms"] is None or 0 < row["due_ms"] <= NOW_MS + limits.DELAY_MS_MAX
-    assert (row["queue_id"] >= 0) == (message_type == d.MessageType.FIFO) and row["queue_id"] < QUEUES
+    assert (row["queue_id"] >= 0) == (message_type == definition.MessageType.FIFO) and row[
+        "queue_id"
+    ] < QUEUES
 
 
 @given(message=TYPICAL_MESSAGE)
-def test_a_received_message_equals_the_sent_one(message: d.Message) -> None:
+def test_a_received_message_equals_the_sent_one(message: definition.Message) -> None:
     try:
         row = row_of(message)
     except Refused:
@@ -175,31 +179,34 @@ def test_a_received_message_equals_the_sent_one(message: d.Message) -> None:
         batch_of([tuple(row.values())]), now_ms=NOW_MS, delay_ms_max=limits.DELAY_MS_MAX, host="h",
         table=LevelTable.parse("1s"),
     )  # fmt: skip
-    topic = d.Resource(name="orders")
+    topic = definition.Resource(name="orders")
     [received] = messages_out.messages(with_seq(rows, 1), topic, "orders", "store")
     assert (received.topic, received.body) == (topic, message.body)
     added_properties = {
-        d.MessageType.FIFO: {"__SHARDINGKEY": sent.message_group},
-        d.MessageType.TRANSACTION: {"__transactionId__": sent.message_id},
+        definition.MessageType.FIFO: {"__SHARDINGKEY": sent.message_group},
+        definition.MessageType.TRANSACTION: {"__transactionId__": sent.message_id},
     }
     assert received.user_properties == {**message.user_properties, **added_properties.get(message_type, {})}
     system = received.system_properties
     for name in ("tag", "message_id", "message_group", "trace_context"):
         assert getattr(system, name) == getattr(sent, name), name
     assert list(system.keys) == [key for key in " ".join(sent.keys).split(" ") if key]
-    assert system.body_encoding == (sent.body_encoding or d.Encoding.IDENTITY)
+    assert system.body_encoding == (sent.body_encoding or definition.Encoding.IDENTITY)
     assert system.born_host == (sent.born_host or "peer")
     if row["due_ms"] is not None:
-        assert (system.message_type, message_type) == (d.MessageType.DELAY, d.MessageType.DELAY)
+        assert (system.message_type, message_type) == (
+            definition.MessageType.DELAY,
+            definition.MessageType.DELAY,
+        )
         assert system.delivery_timestamp.ToMilliseconds() == row["due_ms"]
-    elif message_type in (d.MessageType.FIFO, d.MessageType.NORMAL):
+    elif message_type in (definition.MessageType.FIFO, definition.MessageType.NORMAL):
         assert system.message_type == message_type and not system.HasField("delivery_timestamp")
 
 
 @given(message=MESSAGE)
-def test_a_serialized_message_becomes_the_same_row(message: d.Message) -> None:
+def test_a_serialized_message_becomes_the_same_row(message: definition.Message) -> None:
     """A message that was encoded and decoded by protobuf gives the same row."""
-    decoded = d.Message.FromString(message.SerializeToString())
+    decoded = definition.Message.FromString(message.SerializeToString())
     outcomes = []
     for each in (message, decoded):
         try:
@@ -216,7 +223,7 @@ def test_messages_of_each_type_do_become_rows() -> None:
 
     @settings(max_examples=200, database=None)
     @given(message=TYPICAL_MESSAGE)
-    def collect_type(message: d.Message) -> None:
+    def collect_type(message: definition.Message) -> None:
         try:
             types.add(row_of(message)["message_type"])
         except Refused:
@@ -239,14 +246,14 @@ def test_messages_of_each_type_do_become_rows() -> None:
     ],
 )
 def test_a_delivery_timestamp_is_rounded_up_to_a_ms(seconds: int, nanos: int, due_ms: int | None) -> None:
-    message = plain(message_type=d.MessageType.DELAY)
+    message = plain(message_type=definition.MessageType.DELAY)
     time = message.system_properties.delivery_timestamp
     time.seconds, time.nanos = seconds, nanos
     assert row_of(message)["due_ms"] == due_ms
 
 
 def test_an_expiry_before_the_delivery_timestamp_is_refused() -> None:
-    message = plain(message_type=d.MessageType.DELAY)
+    message = plain(message_type=definition.MessageType.DELAY)
     message.system_properties.delivery_timestamp.FromMilliseconds(NOW_MS + 1_000)
     message.user_properties["TIMEBALL_EXPIRES_MS"] = str(NOW_MS + 1_000)
     assert row_of(message)["due_ms"] == NOW_MS + 1_000
@@ -259,22 +266,22 @@ def test_an_expiry_before_the_delivery_timestamp_is_refused() -> None:
     ("seconds", "nanos"), [(2**62, 0), (-(2**62), 0), (0, -1), (0, 10**9), (0, 2**31 - 1)]
 )
 def test_an_invalid_delivery_timestamp_is_refused(seconds: int, nanos: int) -> None:
-    message = plain(message_type=d.MessageType.DELAY)
+    message = plain(message_type=definition.MessageType.DELAY)
     time = message.system_properties.delivery_timestamp
     time.seconds, time.nanos = seconds, nanos
     with pytest.raises(Refused) as refused:
         row_of(message)
-    assert refused.value.protocol_code == d.Code.ILLEGAL_DELIVERY_TIME
+    assert refused.value.protocol_code == definition.Code.ILLEGAL_DELIVERY_TIME
     assert f"{seconds} s and {nanos} ns" in str(refused.value)
 
 
 @pytest.mark.parametrize("seconds", [253_402_300_799, 253_402_300_800, 2**63 - 1, -62_135_596_801])
 def test_the_refusal_of_a_delivery_timestamp_out_of_range_quotes_it(seconds: int) -> None:
-    message = plain(message_type=d.MessageType.DELAY)
+    message = plain(message_type=definition.MessageType.DELAY)
     message.system_properties.delivery_timestamp.seconds = seconds
     with pytest.raises(Refused) as refused:
         row_of(message)
-    assert refused.value.protocol_code == d.Code.ILLEGAL_DELIVERY_TIME
+    assert refused.value.protocol_code == definition.Code.ILLEGAL_DELIVERY_TIME
     assert str(seconds) in str(refused.value)
 
 
@@ -282,7 +289,7 @@ def test_the_refusal_of_a_delivery_timestamp_out_of_range_quotes_it(seconds: int
     ("seconds", "text"), [(0, None), (1, "1"), (86_400, "86400"), (86_401, "refused"), (-1, "refused")]
 )
 def test_the_recovery_duration_becomes_a_property_or_is_refused(seconds: int, text: str | None) -> None:
-    message = plain(message_type=d.MessageType.TRANSACTION)
+    message = plain(message_type=definition.MessageType.TRANSACTION)
     message.system_properties.orphaned_transaction_recovery_duration.seconds = seconds
     if text == "refused":
         with pytest.raises(Refused, match="a day at most"):
@@ -301,8 +308,8 @@ def test_a_missing_born_time_and_an_invalid_born_host_are_replaced() -> None:
 @pytest.mark.parametrize(
     ("message_type", "name", "field"),
     [
-        (d.MessageType.FIFO, "__SHARDINGKEY", {"message_group": "g2"}),
-        (d.MessageType.TRANSACTION, "__transactionId__", {"message_id": "g2"}),
+        (definition.MessageType.FIFO, "__SHARDINGKEY", {"message_group": "g2"}),
+        (definition.MessageType.TRANSACTION, "__transactionId__", {"message_id": "g2"}),
     ],
 )
 def test_a_received_message_can_be_forwarded_with_its_properties(
@@ -319,9 +326,13 @@ def test_a_received_message_can_be_forwarded_with_its_properties(
 
 
 def encoded_gzip(body: bytes) -> tuple[bytes, int]:
-    encoded = message(body, body_encoding=d.Encoding.GZIP)
+    encoded = message(body, body_encoding=definition.Encoding.GZIP)
     row = dict(
-        zip(SEND_NAMES, encode_row(encoded, d.MessageType.NORMAL, "t", 1, NOW_MS, 1, "h"), strict=True)
+        zip(
+            SEND_NAMES,
+            encode_row(encoded, definition.MessageType.NORMAL, "t", 1, NOW_MS, 1, "h"),
+            strict=True,
+        )
     )
     return row["body"], row["sys_flag"]
 
@@ -348,16 +359,16 @@ def test_a_gzip_body_becomes_the_same_data_in_zlib(data: bytes, level: int) -> N
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (gzip.compress(bytes(limits.BODY_BYTES_MAX + 1)), d.Code.MESSAGE_BODY_TOO_LARGE),
-        (gzip.compress(b"text")[:-1], d.Code.BAD_REQUEST),
-        (gzip.compress(b"text")[:-8] + bytes(8), d.Code.BAD_REQUEST),  # its checksum is wrong
-        (gzip.compress(b"text") + b"more", d.Code.BAD_REQUEST),
-        (zlib.compress(b"text"), d.Code.BAD_REQUEST),
-        (b"\x1f\x8b", d.Code.BAD_REQUEST),
+        (gzip.compress(bytes(limits.BODY_BYTES_MAX + 1)), definition.Code.MESSAGE_BODY_TOO_LARGE),
+        (gzip.compress(b"text")[:-1], definition.Code.BAD_REQUEST),
+        (gzip.compress(b"text")[:-8] + bytes(8), definition.Code.BAD_REQUEST),  # its checksum is wrong
+        (gzip.compress(b"text") + b"more", definition.Code.BAD_REQUEST),
+        (zlib.compress(b"text"), definition.Code.BAD_REQUEST),
+        (b"\x1f\x8b", definition.Code.BAD_REQUEST),
     ],
     ids=["too large", "cut", "wrong checksum", "more behind it", "zlib", "two bytes"],
 )
-def test_a_body_that_is_no_readable_gzip_is_refused(body: bytes, code: d.Code) -> None:
+def test_a_body_that_is_no_readable_gzip_is_refused(body: bytes, code: definition.Code) -> None:
     with pytest.raises(Refused) as refused:
         encoded_gzip(body)
     assert refused.value.protocol_code == code

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.edges.grpc.sending import message, send_request
 
-from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import definition_pb2 as definition
 from timeball.edges.grpc._generated.service_pb2 import SendMessageRequest
 from timeball.edges.grpc.codec import messages_in
 from timeball.edges.grpc.codec.messages_in import (
@@ -29,7 +29,7 @@ from timeball.model import limits
 from timeball.model.message import SendRow
 
 NOW_MS, PEER, QUEUES = 1_800_000_000_000, "10.0.0.7", 8
-Type = d.MessageType
+Type = definition.MessageType
 
 needs_compiled = pytest.mark.skipif(read_plain is None, reason="the codec is not compiled here")
 
@@ -114,7 +114,7 @@ FIELDS = st.fixed_dictionaries(
         "priority": st.integers(0, 1),
         "born_timestamp": TIMES,
         "delivery_timestamp": TIMES,
-        "body_digest": st.builds(lambda text: {"type": d.DigestType.CRC32, "checksum": text}, TEXTS),
+        "body_digest": st.builds(lambda text: {"type": definition.DigestType.CRC32, "checksum": text}, TEXTS),
         "store_host": TEXTS,
         "properties": st.dictionaries(TEXTS, TEXTS, max_size=2),
     },
@@ -149,11 +149,11 @@ def test_random_bytes_give_no_other_row_than_the_reference(data: bytes) -> None:
     check_plain(data)
 
 
-def typical(**fields: Any) -> d.Message:
+def typical(**fields: Any) -> definition.Message:
     """Create a message like RocketMQ's own producers."""
     return message(
         bytes(128), namespace="shop", tag="TagA", keys=["k1", "k2"], born_host="client.example", queue_id=3,
-        body_encoding=d.Encoding.IDENTITY, message_id="0156F7E71C361B21BC024CCDBE00000000", **fields,
+        body_encoding=definition.Encoding.IDENTITY, message_id="0156F7E71C361B21BC024CCDBE00000000", **fields,
     )  # fmt: skip
 
 
@@ -162,10 +162,10 @@ TYPICAL = [
     typical(due_ms=NOW_MS + 5_077),
     typical(properties={"who": "Ada"}),
     message(b"x"),
-    message(b"x", body_encoding=d.Encoding.IDENTITY, born_timestamp={}),
+    message(b"x", body_encoding=definition.Encoding.IDENTITY, born_timestamp={}),
 ]
 UNUSUAL: list[dict[str, Any]] = [
-    {"body": gzip.compress(b"x"), "body_encoding": d.Encoding.GZIP},
+    {"body": gzip.compress(b"x"), "body_encoding": definition.Encoding.GZIP},
     {"message_type": Type.FIFO, "message_group": "g"},
     {"message_type": Type.TRANSACTION},
     {"properties": {"a": "1", "b": "2"}},
@@ -176,7 +176,7 @@ UNUSUAL: list[dict[str, Any]] = [
     {"keys": [str(n) for n in range(17)]},
     {"message_id": ""},
     {"trace_context": "00-ab"},
-    {"body_digest": {"type": d.DigestType.CRC32, "checksum": "0"}},
+    {"body_digest": {"type": definition.DigestType.CRC32, "checksum": "0"}},
 ]
 
 

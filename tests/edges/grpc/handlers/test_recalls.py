@@ -12,11 +12,11 @@ from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.topics import TopicConfig
 from timeball.broker.revoking.cancel import encode_handle
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.io.clock import ManualClock
 
-Code = d.Code
+Code = definition.Code
 DELAY_MS = 60_000
 
 
@@ -31,14 +31,14 @@ def node(tmp_path: Path, clock: ManualClock) -> Iterator[RunningNode]:
         yield running
 
 
-def delayed(wire: Wire, clock: ManualClock, **fields: object) -> s.SendResultEntry:
+def delayed(wire: Wire, clock: ManualClock, **fields: object) -> service.SendResultEntry:
     [entry] = sent(wire, message(due_ms=clock.wall_ms() + DELAY_MS, **fields))
     return entry
 
 
 def recall(wire: Wire, handle: str, topic: str = "orders") -> tuple[int, str, str]:
     """Make a RecallMessage call, and return the code, the text and the message id."""
-    request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
+    request = service.RecallMessageRequest(topic=definition.Resource(name=topic), recall_handle=handle)
     response = wire.ask("RecallMessage", request)
     return response.status.code, response.status.message, response.message_id
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import pytest
-from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, resource, with_consumer
-from tests.edges.grpc.wire import consumer_settings, d, s
+from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, resource, run_with_consumer
+from tests.edges.grpc.wire import consumer_settings, definition, service
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.broker.registry.rates import Stat, of_group
 from timeball.edges.grpc.calls import store_settings
 from timeball.model import limits
 
-OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE
+OK, INVALID = definition.Code.OK, definition.Code.INVALID_RECEIPT_HANDLE
 
 
-def codes(response: s.AckMessageResponse) -> tuple[int, list[int]]:
+def codes(response: service.AckMessageResponse) -> tuple[int, list[int]]:
     """Return the code of the response, and the codes of its entries."""
     return response.status.code, [entry.status.code for entry in response.entries]
 
 
-def message_with_handle(text: str) -> d.Message:
-    return d.Message(system_properties=d.SystemProperties(message_id="m", receipt_handle=text))
+def message_with_handle(text: str) -> definition.Message:
+    return definition.Message(
+        system_properties=definition.SystemProperties(message_id="m", receipt_handle=text)
+    )
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_an_acknowledged_message_is_not_delivered_again(consumer: Consumer) -> None:
     await consumer.send(5)
     messages = await consumer.receive()
@@ -33,7 +35,7 @@ async def test_an_acknowledged_message_is_not_delivered_again(consumer: Consumer
     assert await consumer.receive() == []
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_an_unacknowledged_message_is_redelivered_with_the_next_attempt(consumer: Consumer) -> None:
     await consumer.send(unique_key=["id-1"])
     for attempt in (1, 2, 3):
@@ -44,12 +46,12 @@ async def test_an_unacknowledged_message_is_redelivered_with_the_next_attempt(co
         await consumer.pass_time()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_each_handle_of_a_call_has_its_own_status(consumer: Consumer) -> None:
     await consumer.send(2)
     first, second = await consumer.receive()
     assert codes(await consumer.ack(first, message_with_handle("x"), second)) == (
-        d.Code.MULTIPLE_RESULTS,
+        definition.Code.MULTIPLE_RESULTS,
         [OK, INVALID, OK],
     )
     assert codes(await consumer.ack(first, second)) == (OK, [OK, OK])  # the first answer may have been lost
@@ -58,7 +60,7 @@ async def test_each_handle_of_a_call_has_its_own_status(consumer: Consumer) -> N
     assert response.entries[0].message_id == "m" and response.entries[0].receipt_handle == "x"
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_the_same_handle_twice_in_a_call_is_acknowledged_once(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
@@ -67,7 +69,7 @@ async def test_the_same_handle_twice_in_a_call_is_acknowledged_once(consumer: Co
     assert rates.total(Stat.GROUP_ACK_NUMS, of_group(TOPIC, GROUP)) == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_settled_message_can_be_acknowledged_again_but_not_changed(consumer: Consumer) -> None:
     await consumer.send(2)
     first, second = await consumer.receive()
@@ -80,7 +82,7 @@ async def test_a_settled_message_can_be_acknowledged_again_but_not_changed(consu
         assert await consumer.dead_letter(message) == INVALID
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_handle_is_invalid_for_another_group_or_topic(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
@@ -89,7 +91,7 @@ async def test_a_handle_is_invalid_for_another_group_or_topic(consumer: Consumer
     assert codes(await consumer.ack(message))[0] == OK
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_handle_is_invalid_after_the_invisible_time(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
@@ -101,7 +103,7 @@ async def test_a_handle_is_invalid_after_the_invisible_time(consumer: Consumer) 
     assert codes(await consumer.ack(again))[0] == OK
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_longer_invisible_time_keeps_the_handle_valid(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
@@ -118,7 +120,7 @@ async def test_a_longer_invisible_time_keeps_the_handle_valid(consumer: Consumer
 
 @pytest.mark.parametrize("ms", [0, 10, 500, 1_000, 5_000])
 def test_a_message_is_redelivered_after_the_changed_invisible_time(ms: int) -> None:
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         await consumer.send()
         (message,) = await consumer.receive()
@@ -138,11 +140,11 @@ def test_a_message_is_redelivered_after_the_changed_invisible_time(ms: int) -> N
 def test_for_a_push_consumer_times_below_a_second_become_the_policy_s_pause(ms: int, pause_ms: int) -> None:
     """RocketMQ's Node client asks for no time, or for as many ms as the policy has seconds."""
 
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         policy = RetryPolicy(customized_retry_policy=CustomizedRetry([7_000]))
         consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
-        settings = consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER)
+        settings = consumer_settings(GROUP, definition.ClientType.PUSH_CONSUMER)
         store_settings(
             consumer.edge.context.sessions, consumer.name, settings, consumer.edge.context.monotonic_ms()
         )
@@ -158,7 +160,7 @@ def test_for_a_push_consumer_times_below_a_second_become_the_policy_s_pause(ms: 
     check()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_suspended_delivery_counts_as_no_attempt(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
@@ -170,32 +172,32 @@ async def test_a_suspended_delivery_counts_as_no_attempt(consumer: Consumer) -> 
 
 @pytest.mark.parametrize("ms", [None, -1, limits.INVISIBLE_MS_MAX + 1])
 def test_an_illegal_invisible_time_changes_nothing(ms: int | None) -> None:
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         await consumer.send()
         (message,) = await consumer.receive()
-        assert (await consumer.change(message, ms)).status.code == d.Code.ILLEGAL_INVISIBLE_TIME
+        assert (await consumer.change(message, ms)).status.code == definition.Code.ILLEGAL_INVISIBLE_TIME
         assert codes(await consumer.ack(message))[0] == OK
 
     check()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_invalid_durations_are_refused(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
     for seconds, nanos in [(1, -1), (0, 2_000_000_000), (1 << 62, 0), (-(1 << 63), 0)]:
-        request = s.ChangeInvisibleDurationRequest(
+        request = service.ChangeInvisibleDurationRequest(
             group=resource(GROUP),
             topic=resource(TOPIC),
             receipt_handle=message.system_properties.receipt_handle,
         )
         request.invisible_duration.seconds, request.invisible_duration.nanos = seconds, nanos
         response = await consumer.ask("ChangeInvisibleDuration", request)
-        assert response.status.code == d.Code.ILLEGAL_INVISIBLE_TIME
+        assert response.status.code == definition.Code.ILLEGAL_INVISIBLE_TIME
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_after_the_last_attempt_a_message_becomes_a_dead_letter(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
     await consumer.send(unique_key=["id-1"])
@@ -210,7 +212,7 @@ async def test_after_the_last_attempt_a_message_becomes_a_dead_letter(consumer: 
     assert system.message_id == "id-1" and dead.topic.name == "%DLQ%g"
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_consumer_can_make_a_message_a_dead_letter(consumer: Consumer) -> None:
     await consumer.send(unique_key=["id-1"])
     (message,) = await consumer.receive()
@@ -222,7 +224,7 @@ async def test_a_consumer_can_make_a_message_a_dead_letter(consumer: Consumer) -
     assert dead.system_properties.message_id == "id-1"
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_handles_in_order_settle_change_and_give_up_messages(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(3, queues=1, unique_key=["a", "b", "c"])
@@ -243,25 +245,25 @@ async def test_handles_in_order_settle_change_and_give_up_messages(consumer: Con
 
 @pytest.mark.parametrize("count", [0, limits.CANCELS_PER_REQUEST_MAX + 1])
 def test_a_call_with_no_or_too_many_entries_is_refused(count: int) -> None:
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         response = await consumer.ack(*[message_with_handle("x")] * count)
-        assert response.status.code == d.Code.BAD_REQUEST and not response.entries
+        assert response.status.code == definition.Code.BAD_REQUEST and not response.entries
 
     check()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_empty_requests_with_receipts_are_refused(consumer: Consumer) -> None:
     for name, request in [
-        ("AckMessage", s.AckMessageRequest()),
-        ("ChangeInvisibleDuration", s.ChangeInvisibleDurationRequest()),
-        ("ForwardMessageToDeadLetterQueue", s.ForwardMessageToDeadLetterQueueRequest()),
+        ("AckMessage", service.AckMessageRequest()),
+        ("ChangeInvisibleDuration", service.ChangeInvisibleDurationRequest()),
+        ("ForwardMessageToDeadLetterQueue", service.ForwardMessageToDeadLetterQueueRequest()),
     ]:
-        assert (await consumer.ask(name, request)).status.code == d.Code.ILLEGAL_CONSUMER_GROUP
+        assert (await consumer.ask(name, request)).status.code == definition.Code.ILLEGAL_CONSUMER_GROUP
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_handle_is_valid_after_a_restart(consumer: Consumer) -> None:
     await consumer.send(2)
     first, second = await consumer.receive()
@@ -271,5 +273,5 @@ async def test_a_handle_is_valid_after_a_restart(consumer: Consumer) -> None:
     await other.pass_time()
     (again,) = await other.receive()
     assert again.system_properties.delivery_attempt == 2
-    assert codes(await other.ack(second, again)) == (d.Code.MULTIPLE_RESULTS, [INVALID, OK])
+    assert codes(await other.ack(second, again)) == (definition.Code.MULTIPLE_RESULTS, [INVALID, OK])
     await other.edge.close()

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.broker.on_node import batch
-from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, with_consumer
-from tests.edges.grpc.wire import Wire, d, receive_request, s
+from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, run_with_consumer
+from tests.edges.grpc.wire import Wire, definition, receive_request, service
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually, running_node
 
@@ -24,19 +24,19 @@ from timeball.edges.grpc.dispatch import SERVICE_NAME
 from timeball.edges.http2 import frames
 from timeball.model import limits
 
-Code = d.Code
+Code = definition.Code
 LARGE_BYTES = 1 << 20
 CANCEL = (8).to_bytes(4, "big")  # an error code of HTTP/2 that Timeball never sends
 
 
-def ids(messages: list[d.Message]) -> list[str]:
+def ids(messages: list[definition.Message]) -> list[str]:
     return [each.system_properties.message_id for each in messages]
 
 
 # ---- received messages ---------------------------------------------------------------------------------------
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_responses_are_a_status_the_messages_and_the_delivery_time(consumer: Consumer) -> None:
     await consumer.send(2)
     responses = await consumer.responses("ReceiveMessage", receive_request(GROUP, TOPIC, invisible_ms=5_000))
@@ -49,7 +49,7 @@ async def test_responses_are_a_status_the_messages_and_the_delivery_time(consume
     assert system.invisible_duration.ToMilliseconds() == 5_000 and system.delivery_attempt == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_without_messages_there_is_one_response_with_the_status(consumer: Consumer) -> None:
     await consumer.send()
     await consumer.receive()
@@ -57,7 +57,7 @@ async def test_without_messages_there_is_one_response_with_the_status(consumer: 
     assert only.status.code == Code.MESSAGE_NOT_FOUND
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_consumer_waits_for_the_first_message(consumer: Consumer) -> None:
     waiting = asyncio.create_task(consumer.receive(wait_ms=20_000))
     await consumer.world.until(lambda: consumer.world.broker.consuming.waiting_receives, "the consumer waits")
@@ -65,7 +65,7 @@ async def test_a_consumer_waits_for_the_first_message(consumer: Consumer) -> Non
     assert ids(await waiting) == ["id-1"]
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_delayed_message_is_received_at_its_due_time(consumer: Consumer) -> None:
     due_ms = consumer.world.clock.wall + 1_234
     await consumer.send(due_ms=[due_ms])
@@ -75,24 +75,24 @@ async def test_a_delayed_message_is_received_at_its_due_time(consumer: Consumer)
     await consumer.pass_time(1)
     (message,) = await consumer.receive()
     system = message.system_properties
-    assert system.message_type == d.MessageType.DELAY
+    assert system.message_type == definition.MessageType.DELAY
     assert system.delivery_timestamp.ToMilliseconds() == due_ms <= system.store_timestamp.ToMilliseconds()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_batch_has_at_most_the_requested_size(consumer: Consumer) -> None:
     await consumer.send(10)
     assert [len(await consumer.receive(batch_size=4)) for _ in range(4)] == [4, 4, 2, 0]
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_messages_of_any_queue_are_received(consumer: Consumer) -> None:
     """A simple consumer asks the queues in turn. A message must not wait until its queue is asked."""
     await consumer.send(4, queues=4, queue_id=[3, 3, 1, 0])
     assert len(await consumer.receive(queue_id=2)) == 4
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_push_consumer_in_order_receives_from_its_queue(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(3, queues=2, queue_id=[0, 1, 1], unique_key=["a", "b", "c"])
@@ -100,7 +100,7 @@ async def test_a_push_consumer_in_order_receives_from_its_queue(consumer: Consum
     assert ids(await consumer.receive(queue_id=0, auto_renew=True, invisible_ms=None)) == ["a"]
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_two_consumers_in_order_never_have_the_same_queue_at_once(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     other = Consumer(consumer.world, consumer.edge, "client-2")
@@ -114,7 +114,7 @@ async def test_two_consumers_in_order_never_have_the_same_queue_at_once(consumer
     assert received_ids == list("abcdef")
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_in_order_a_repeated_attempt_gets_the_same_messages(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(2, queues=1, unique_key=["a", "b"])
@@ -123,7 +123,7 @@ async def test_in_order_a_repeated_attempt_gets_the_same_messages(consumer: Cons
     assert ids(await consumer.receive(attempt_id="one")) == ["a", "b"]
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_filter_by_tag_or_sql_selects_messages(consumer: Consumer) -> None:
     await consumer.send(
         3, tag=["red", "blue", None], unique_key=["a", "b", "c"],
@@ -134,30 +134,30 @@ async def test_a_filter_by_tag_or_sql_selects_messages(consumer: Consumer) -> No
     assert len(await consumer.receive("g3", filter_text="")) == 3
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_each_group_receives_every_message(consumer: Consumer) -> None:
     await consumer.send()
     assert len(await consumer.receive("g1")) == len(await consumer.receive("g2")) == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_namespace_is_part_of_the_names(consumer: Consumer) -> None:
     await consumer.world.broker.send(batch(1, topic=["shop%orders"]))
     request = receive_request(GROUP, TOPIC, wait_ms=0)
     request.group.resource_namespace = request.message_queue.topic.resource_namespace = "shop"
     responses = await consumer.responses("ReceiveMessage", request)
-    assert responses[1].message.topic == d.Resource(resource_namespace="shop", name="orders")
+    assert responses[1].message.topic == definition.Resource(resource_namespace="shop", name="orders")
     assert consumer.world.broker.tables.groups.find_group("shop%g") is not None
 
 
 # ---- refused requests ----------------------------------------------------------------------------------------
 
 
-def request_with(**fields: Any) -> s.ReceiveMessageRequest:
+def request_with(**fields: Any) -> service.ReceiveMessageRequest:
     return receive_request(GROUP, TOPIC, **{"wait_ms": 0, **fields})
 
 
-def with_duration(name: str, seconds: int, nanos: int = 0) -> s.ReceiveMessageRequest:
+def with_duration(name: str, seconds: int, nanos: int = 0) -> service.ReceiveMessageRequest:
     request = request_with()
     getattr(request, name).CopyFrom(Duration(seconds=seconds, nanos=nanos))
     return request
@@ -166,7 +166,7 @@ def with_duration(name: str, seconds: int, nanos: int = 0) -> s.ReceiveMessageRe
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (s.ReceiveMessageRequest(), Code.ILLEGAL_CONSUMER_GROUP),
+        (service.ReceiveMessageRequest(), Code.ILLEGAL_CONSUMER_GROUP),
         (receive_request("no name", TOPIC), Code.ILLEGAL_CONSUMER_GROUP),
         (receive_request(GROUP, "no/topic"), Code.ILLEGAL_TOPIC),
         (request_with(batch_size=0), Code.BAD_REQUEST),
@@ -189,9 +189,9 @@ def with_duration(name: str, seconds: int, nanos: int = 0) -> s.ReceiveMessageRe
     ],
 )
 def test_an_invalid_receive_is_refused_with_code_and_text(
-    request_: s.ReceiveMessageRequest, code: int
+    request_: service.ReceiveMessageRequest, code: int
 ) -> None:
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         await consumer.world.broker.create_topic(TOPIC, 2)
         (only,) = await consumer.responses("ReceiveMessage", request_)
@@ -200,7 +200,7 @@ def test_an_invalid_receive_is_refused_with_code_and_text(
     check()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_filter_of_an_unknown_type_is_refused(consumer: Consumer) -> None:
     await consumer.world.broker.create_topic(TOPIC, 2)
     request = request_with()
@@ -208,13 +208,13 @@ async def test_a_filter_of_an_unknown_type_is_refused(consumer: Consumer) -> Non
     assert await consumer.refused(request) == Code.ILLEGAL_FILTER_EXPRESSION
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_client_without_an_id_is_refused(consumer: Consumer) -> None:
     consumer.name = ""
     assert await consumer.refused(request_with()) == Code.CLIENT_ID_REQUIRED
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_disabled_group_and_an_unreadable_topic_are_forbidden(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup("off", consume_enable=False))
     consumer.world.broker.tables.topics.configure("written", TopicConfig(1, 1, perm=WRITE))
@@ -222,7 +222,7 @@ async def test_a_disabled_group_and_an_unreadable_topic_are_forbidden(consumer: 
     assert await consumer.refused(receive_request(GROUP, "written")) == Code.FORBIDDEN
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_receive_does_not_create_a_topic(consumer: Consumer) -> None:
     for name in (TOPIC, "%DLQ%g", "rmq_sys_wheel_timer", "RMQ_SYS_TRANS_HALF_TOPIC", "TBW102"):
         assert await consumer.refused(receive_request(GROUP, name)) == Code.TOPIC_NOT_FOUND
@@ -237,7 +237,7 @@ def held(broker: Broker) -> int:
     return sum(queue.held_rows for queue in broker.consuming.leases.all() if queue.group == GROUP)
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_messages_that_a_client_has_not_read_come_back_at_once(consumer: Consumer) -> None:
     await consumer.send(3)
     responses: Any = consumer.edge.dispatch.stream("ReceiveMessage", consumer.call(), request_with())
@@ -250,7 +250,7 @@ async def test_messages_that_a_client_has_not_read_come_back_at_once(consumer: C
     assert {each.system_properties.delivery_attempt for each in messages} == {1}  # no attempt is counted
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_in_order_unread_messages_are_delivered_again_first(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(2, queues=1, unique_key=["a", "b"])
@@ -261,7 +261,7 @@ async def test_in_order_unread_messages_are_delivered_again_first(consumer: Cons
     assert ids(messages) == ["a", "b"] and messages[0].system_properties.delivery_attempt == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_client_that_has_read_all_messages_holds_them(consumer: Consumer) -> None:
     await consumer.send(2)
     responses: Any = consumer.edge.dispatch.stream("ReceiveMessage", consumer.call(), request_with())
@@ -271,7 +271,7 @@ async def test_a_client_that_has_read_all_messages_holds_them(consumer: Consumer
     assert await consumer.receive() == []
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_cancelled_wait_takes_no_message(consumer: Consumer) -> None:
     waiting = asyncio.create_task(consumer.receive(wait_ms=20_000))
     await consumer.world.until(lambda: consumer.world.broker.consuming.waiting_receives, "the consumer waits")
@@ -282,7 +282,7 @@ async def test_a_cancelled_wait_takes_no_message(consumer: Consumer) -> None:
     assert len(await consumer.receive()) == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_call_cancelled_at_any_moment_loses_no_message(consumer: Consumer) -> None:
     """The call is cancelled a varying number of loop turns after the send: before, during and after the hand-out."""
     given_back = 0
@@ -306,7 +306,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_message(consumer: Consume
 def test_unread_responses_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge, "UNREAD_BYTES_MAX", 15_000)
 
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         other = Consumer(consumer.world, consumer.edge, "client-2", "10.0.0.2")
         await consumer.send(body=[bytes(10_000)])
@@ -348,10 +348,14 @@ def test_messages_are_received_and_acknowledged_over_the_wire(node: RunningNode,
     fill(node, 3)
     messages = wire.receive(GROUP, TOPIC)
     assert len(messages) == 3
-    entries = [s.AckMessageEntry(receipt_handle=each.system_properties.receipt_handle) for each in messages]
+    entries = [
+        service.AckMessageEntry(receipt_handle=each.system_properties.receipt_handle) for each in messages
+    ]
     wire.ask_ok(
         "AckMessage",
-        s.AckMessageRequest(group=d.Resource(name=GROUP), topic=d.Resource(name=TOPIC), entries=entries),
+        service.AckMessageRequest(
+            group=definition.Resource(name=GROUP), topic=definition.Resource(name=TOPIC), entries=entries
+        ),
     )
     assert wire.receive(GROUP, TOPIC, wait_ms=0) == []
 
@@ -385,7 +389,7 @@ def test_a_client_that_does_not_read_does_not_delay_others(tmp_path: Path) -> No
             messages = reading.receive(GROUP, TOPIC, wait_ms=10_000)
             assert messages and {received.body for received in messages} == {b"body"}
         not_reading.send(frames.frame(frames.RST_STREAM, 0, stuck, CANCEL))
-        redelivered: list[d.Message] = []
+        redelivered: list[definition.Message] = []
         eventually(
             lambda: redelivered.extend(reading.receive(GROUP, TOPIC, wait_ms=1_000)) or len(redelivered) >= 6,
             "all messages are redelivered",
@@ -420,7 +424,7 @@ def test_a_stop_ends_waiting_calls(tmp_path: Path) -> None:
     wire.close()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_all_is_received_once_by_many(consumer: Consumer) -> None:
     """Control of the harness: ten consumers receive a hundred messages at once, each message once."""
     await consumer.send(100, unique_key=[f"id-{n}" for n in range(100)])
@@ -432,7 +436,7 @@ async def test_all_is_received_once_by_many(consumer: Consumer) -> None:
     assert len([1 for _ in range(10) for _ in await consumer.receive(batch_size=15)]) == 100
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_new_group_begins_at_the_end_if_configured_so(consumer: Consumer) -> None:
     groups = consumer.world.broker.tables.groups
     groups.update(SubscriptionGroup("late", consume_from_min_enable=False))
@@ -451,22 +455,26 @@ async def test_a_new_group_begins_at_the_end_if_configured_so(consumer: Consumer
     assert len(await consumer.receive("late")) == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_the_highest_priority_is_received_first(consumer: Consumer) -> None:
     broker = consumer.world.broker
     config = TopicConfig(attributes={"message.type": "PRIORITY"})
     await broker.create_topic(TOPIC, 4)
     broker.tables.topics.configure(TOPIC, config)
     for priority in (0, 3, 1, 9, 0, 2):
-        system = d.SystemProperties(
-            message_id=f"{priority}", message_type=d.MessageType.PRIORITY, priority=priority
+        system = definition.SystemProperties(
+            message_id=f"{priority}", message_type=definition.MessageType.PRIORITY, priority=priority
         )
-        request = s.SendMessageRequest(
-            messages=[d.Message(topic=d.Resource(name=TOPIC), body=b"x", system_properties=system)]
+        request = service.SendMessageRequest(
+            messages=[
+                definition.Message(topic=definition.Resource(name=TOPIC), body=b"x", system_properties=system)
+            ]
         )
-        assert (await consumer.ask("SendMessage", request)).status.code == d.Code.OK
+        assert (await consumer.ask("SendMessage", request)).status.code == definition.Code.OK
     messages = [message for _ in range(3) for message in await consumer.receive(batch_size=2)]
     assert [message.system_properties.priority for message in messages] == [3, 9, 2, 1, 0, 0]
-    assert {message.system_properties.message_type for message in messages} == {d.MessageType.PRIORITY}
+    assert {message.system_properties.message_type for message in messages} == {
+        definition.MessageType.PRIORITY
+    }
     assert [message.system_properties.queue_id for message in messages] == [3, 3, 2, 1, 0, 0]
     assert not any(message.user_properties for message in messages)

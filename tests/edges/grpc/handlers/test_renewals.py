@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tests.broker.on_node import batch
-from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, with_consumer
-from tests.edges.grpc.wire import Wire, consumer_settings, d, s
+from tests.edges.grpc.consumer import GROUP, MINUTE_MS, TOPIC, Consumer, run_with_consumer
+from tests.edges.grpc.wire import Wire, consumer_settings, definition, service
 from tests.node_fixture import eventually, running_node
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
@@ -19,14 +19,14 @@ from timeball.edges.grpc.handlers.receipts import AHEAD_MS, FIRST_LEASE_MS, TOTA
 from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 
-OK = d.Code.OK
+OK = definition.Code.OK
 
 
 def renewals_of(consumer: Consumer) -> Renewals:
     return consumer.edge._renewals
 
 
-async def push(consumer: Consumer, **fields: Any) -> list[d.Message]:
+async def push(consumer: Consumer, **fields: Any) -> list[definition.Message]:
     return await consumer.receive(auto_renew=True, invisible_ms=None, **fields)
 
 
@@ -46,7 +46,7 @@ async def stay_connected(consumer: Consumer, ms: int, step_ms: int = 5_000) -> i
     return renewed
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_handle_is_valid_while_its_client_is_connected(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
@@ -61,7 +61,7 @@ async def test_a_handle_is_valid_while_its_client_is_connected(consumer: Consume
     assert await consumer.receive() == []
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_without_renewal_it_comes_again(consumer: Consumer) -> None:
     """Control: nothing renews the message."""
     consumer.connect()
@@ -69,10 +69,10 @@ async def test_without_renewal_it_comes_again(consumer: Consumer) -> None:
     (message,) = await push(consumer)
     await consumer.pass_time(FIRST_LEASE_MS)
     assert len(await consumer.receive()) == 1
-    assert (await consumer.ack(message)).status.code == d.Code.INVALID_RECEIPT_HANDLE
+    assert (await consumer.ack(message)).status.code == definition.Code.INVALID_RECEIPT_HANDLE
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_renewed_message_counts_one_attempt(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
@@ -85,7 +85,7 @@ async def test_a_renewed_message_counts_one_attempt(consumer: Consumer) -> None:
     assert again.system_properties.delivery_attempt == 2
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_renewed_message_can_become_a_dead_letter(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
@@ -95,7 +95,7 @@ async def test_a_renewed_message_can_become_a_dead_letter(consumer: Consumer) ->
     assert len(await consumer.receive("readers-of-dead-letters", "%DLQ%g")) == 1
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_renewal_ends_after_the_maximum_time(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
@@ -105,10 +105,10 @@ async def test_renewal_ends_after_the_maximum_time(consumer: Consumer) -> None:
     await stay_connected(consumer, 2 * MINUTE_MS)
     assert len(renewals_of(consumer)) == 0
     assert len(await consumer.receive()) == 1
-    assert (await consumer.ack(message)).status.code == d.Code.INVALID_RECEIPT_HANDLE
+    assert (await consumer.ack(message)).status.code == definition.Code.INVALID_RECEIPT_HANDLE
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_messages_of_a_client_without_settings_are_not_renewed(consumer: Consumer) -> None:
     await consumer.send()
     await push(consumer)
@@ -116,7 +116,7 @@ async def test_messages_of_a_client_without_settings_are_not_renewed(consumer: C
     assert len(await consumer.receive()) == 1 and len(renewals_of(consumer)) == 0
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_messages_of_a_removed_client_come_back_by_the_retry_policy(consumer: Consumer) -> None:
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 3_000]))
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
@@ -131,11 +131,11 @@ async def test_messages_of_a_removed_client_come_back_by_the_retry_policy(consum
     await consumer.pass_time(3_000)
     (again,) = await consumer.receive()
     assert again.system_properties.delivery_attempt == 2
-    assert (await consumer.ack(second)).status.code == d.Code.INVALID_RECEIPT_HANDLE
+    assert (await consumer.ack(second)).status.code == definition.Code.INVALID_RECEIPT_HANDLE
     assert len(renewals_of(consumer)) == 0
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_in_order_messages_of_a_removed_client_come_back_at_once(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     consumer.connect()
@@ -144,13 +144,13 @@ async def test_in_order_messages_of_a_removed_client_come_back_at_once(consumer:
     await stay_connected(consumer, 10 * MINUTE_MS)
     assert await consumer.receive() == []  # the other consumer holds it
     consumer.edge.context.sessions.remove(consumer.name)
-    messages: list[d.Message] = []
+    messages: list[definition.Message] = []
     while not messages:
         messages = await consumer.receive(wait_ms=1_000)
     assert [each.system_properties.message_id for each in messages] == ["a", "b"]
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_the_end_of_a_client_does_not_affect_messages_of_others(consumer: Consumer) -> None:
     other = Consumer(consumer.world, consumer.edge, "client-2")
     consumer.connect()
@@ -163,7 +163,7 @@ async def test_the_end_of_a_client_does_not_affect_messages_of_others(consumer: 
     assert (await other.ack(theirs)).status.code == OK
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_an_acknowledgement_during_a_renewal_succeeds(consumer: Consumer) -> None:
     """The acknowledgement succeeds, whether it begins before or during a renewal."""
     consumer.connect()
@@ -187,7 +187,7 @@ async def test_an_acknowledgement_during_a_renewal_succeeds(consumer: Consumer) 
     assert await consumer.receive() == []
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_a_renewal_that_fails_is_tried_again(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
@@ -210,7 +210,7 @@ async def test_a_renewal_that_fails_is_tried_again(consumer: Consumer) -> None:
     assert (await consumer.ack(message)).status.code == OK
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_after_a_failed_acknowledgement_the_message_is_renewed_again(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
@@ -223,7 +223,7 @@ async def test_after_a_failed_acknowledgement_the_message_is_renewed_again(consu
         raise Unavailable("not now")
 
     engine.acknowledge = failing
-    assert (await consumer.ack(message)).status.code == d.Code.HA_NOT_AVAILABLE
+    assert (await consumer.ack(message)).status.code == definition.Code.HA_NOT_AVAILABLE
     engine.acknowledge = acknowledge
     await stay_connected(consumer, 20 * MINUTE_MS)
     assert (await consumer.ack(message)).status.code == OK
@@ -233,7 +233,7 @@ def test_renewed_messages_are_limited_per_client_and_in_total(monkeypatch: pytes
     monkeypatch.setattr(module, "RENEWED_PER_CLIENT_MAX", 3)
     monkeypatch.setattr(module, "RENEWED_MAX", 5)
 
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         await consumer.send(12)
         for name, expected in (("a", 3), ("b", 5), ("c", 5)):
@@ -247,7 +247,7 @@ def test_renewed_messages_are_limited_per_client_and_in_total(monkeypatch: pytes
     check()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_after_a_restart_messages_are_redelivered_after_their_last_renewal(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send(2)
@@ -262,14 +262,14 @@ async def test_after_a_restart_messages_are_redelivered_after_their_last_renewal
     await stay_connected(other, 4 * MINUTE_MS)
     (again,) = await push(other)
     assert again.system_properties.delivery_attempt == 2
-    assert (await other.ack(left)).status.code == d.Code.INVALID_RECEIPT_HANDLE
+    assert (await other.ack(left)).status.code == definition.Code.INVALID_RECEIPT_HANDLE
     assert (await other.ack(again)).status.code == OK
     await stay_connected(other, 20 * MINUTE_MS, MINUTE_MS)
     assert await push(other) == []
     await other.edge.close()
 
 
-@with_consumer()
+@run_with_consumer()
 async def test_many_due_messages_are_all_renewed_with_limited_concurrency(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send(300)
@@ -287,7 +287,7 @@ async def test_many_due_messages_are_all_renewed_with_limited_concurrency(consum
 
 
 def test_nothing_is_kept_of_settled_messages() -> None:
-    @with_consumer()
+    @run_with_consumer()
     async def check(consumer: Consumer) -> None:
         consumer.connect()
         for _ in range(5):
@@ -313,7 +313,7 @@ def test_the_background_task_renews_messages_of_a_connected_client(tmp_path: Pat
         node.run(send())
         assert node.node.edges is not None
         renewals = node.node.edges.grpc._renewals
-        stream = wire.telemetry(consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER))
+        stream = wire.telemetry(consumer_settings(GROUP, definition.ClientType.PUSH_CONSUMER))
         (message,) = wire.receive(GROUP, TOPIC, auto_renew=True, invisible_ms=None)
         for _ in range(2):
             due_times_ms = [held.due_ms for held in renewals._held.values()]
@@ -322,7 +322,7 @@ def test_the_background_task_renews_messages_of_a_connected_client(tmp_path: Pat
                 lambda earlier=due_times_ms: [held.due_ms for held in renewals._held.values()] != earlier,
                 "the message is renewed",
             )
-        entry = s.AckMessageEntry(receipt_handle=message.system_properties.receipt_handle)
-        group, topic = d.Resource(name=GROUP), d.Resource(name=TOPIC)
-        wire.ask_ok("AckMessage", s.AckMessageRequest(group=group, topic=topic, entries=[entry]))
+        entry = service.AckMessageEntry(receipt_handle=message.system_properties.receipt_handle)
+        group, topic = definition.Resource(name=GROUP), definition.Resource(name=TOPIC)
+        wire.ask_ok("AckMessage", service.AckMessageRequest(group=group, topic=topic, entries=[entry]))
         stream.end()

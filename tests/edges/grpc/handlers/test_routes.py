@@ -10,7 +10,7 @@ from tests.broker.on_node import on_node
 from tests.broker.two_groups import InGroup, Neighbours, groups_of, in_two_groups
 from tests.crash.lives import run
 from tests.crash.world import World
-from tests.edges.grpc.wire import Wire, d, s
+from tests.edges.grpc.wire import Wire, definition, service
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.broker.registry.groups import SubscriptionGroup
@@ -25,13 +25,15 @@ from timeball.model.errors import Unavailable
 CLIENT_ENDPOINTS = endpoints("10.9.8.7", 6543)
 
 
-def route(topic: str) -> s.QueryRouteRequest:
-    return s.QueryRouteRequest(topic=d.Resource(name=topic), endpoints=CLIENT_ENDPOINTS)
+def route(topic: str) -> service.QueryRouteRequest:
+    return service.QueryRouteRequest(topic=definition.Resource(name=topic), endpoints=CLIENT_ENDPOINTS)
 
 
-def assignment(topic: str, group: str = "g") -> s.QueryAssignmentRequest:
-    return s.QueryAssignmentRequest(
-        topic=d.Resource(name=topic), group=d.Resource(name=group), endpoints=CLIENT_ENDPOINTS
+def assignment(topic: str, group: str = "g") -> service.QueryAssignmentRequest:
+    return service.QueryAssignmentRequest(
+        topic=definition.Resource(name=topic),
+        group=definition.Resource(name=group),
+        endpoints=CLIENT_ENDPOINTS,
     )
 
 
@@ -47,7 +49,7 @@ def test_a_route_has_every_queue_with_the_address_of_the_client(node: RunningNod
     queues = wire.ask_ok("QueryRoute", route("orders")).message_queues
     assert [queue.id for queue in queues] == [0, 1, 2]
     for queue in queues:
-        assert queue.topic.name == "orders" and queue.permission == d.Permission.READ_WRITE
+        assert queue.topic.name == "orders" and queue.permission == definition.Permission.READ_WRITE
         assert queue.broker.endpoints == CLIENT_ENDPOINTS and queue.broker.name == node.settings.broker_name
         assert set(queue.accept_message_types) == {1, 2, 3, 4, 6}  # lite topics are refused
 
@@ -55,11 +57,17 @@ def test_a_route_has_every_queue_with_the_address_of_the_client(node: RunningNod
 def test_the_permission_of_a_queue_follows_from_topic_and_counts(node: RunningNode, wire: Wire) -> None:
     configure(node, "orders", TopicConfig(3, 1))
     permissions = [queue.permission for queue in wire.ask_ok("QueryRoute", route("orders")).message_queues]
-    assert permissions == [d.Permission.READ_WRITE, d.Permission.READ, d.Permission.READ]
+    assert permissions == [
+        definition.Permission.READ_WRITE,
+        definition.Permission.READ,
+        definition.Permission.READ,
+    ]
     configure(node, "read", TopicConfig(1, 1, perm=READ))
     configure(node, "write", TopicConfig(1, 1, perm=WRITE))
-    assert wire.ask_ok("QueryRoute", route("read")).message_queues[0].permission == d.Permission.READ
-    assert wire.ask_ok("QueryRoute", route("write")).message_queues[0].permission == d.Permission.WRITE
+    assert wire.ask_ok("QueryRoute", route("read")).message_queues[0].permission == definition.Permission.READ
+    assert (
+        wire.ask_ok("QueryRoute", route("write")).message_queues[0].permission == definition.Permission.WRITE
+    )
 
 
 def test_an_auto_created_topic_has_a_route_before_its_first_message(node: RunningNode, wire: Wire) -> None:
@@ -72,11 +80,11 @@ def test_without_auto_creation_an_unknown_topic_has_no_route(tmp_path: Path) -> 
     with running_node(tmp_path / "data", auto_create_topics=False) as node, Wire.to(node) as wire:
         for name, request in (("QueryRoute", route("new")), ("QueryAssignment", assignment("new"))):
             status = wire.ask(name, request).status
-            assert status.code == d.Code.TOPIC_NOT_FOUND
+            assert status.code == definition.Code.TOPIC_NOT_FOUND
             assert "No topic route info in name server for the topic: new" in status.message
 
 
-def test_an_assignment_is_any_queue_or_in_order_each_queue(node: RunningNode, wire: Wire) -> None:
+def test_an_assignment_is_any_queue_or_for_a_group_in_order_each_queue(node: RunningNode, wire: Wire) -> None:
     configure(node, "orders", TopicConfig(3, 3))
 
     def queues(group: str) -> list[int]:
@@ -94,10 +102,10 @@ def test_an_assignment_is_any_queue_or_in_order_each_queue(node: RunningNode, wi
 
 
 def test_invalid_names_are_refused(wire: Wire) -> None:
-    assert wire.ask("QueryRoute", route("no/name")).status.code == d.Code.ILLEGAL_TOPIC
-    assert wire.ask("QueryRoute", s.QueryRouteRequest()).status.code == d.Code.ILLEGAL_TOPIC
+    assert wire.ask("QueryRoute", route("no/name")).status.code == definition.Code.ILLEGAL_TOPIC
+    assert wire.ask("QueryRoute", service.QueryRouteRequest()).status.code == definition.Code.ILLEGAL_TOPIC
     status = wire.ask("QueryAssignment", assignment("t", "no name")).status
-    assert status.code == d.Code.ILLEGAL_CONSUMER_GROUP
+    assert status.code == definition.Code.ILLEGAL_CONSUMER_GROUP
 
 
 # ---- the advertised address -------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ async def test_an_advertised_ipv6_address_without_brackets_is_accepted(world: Wo
 async def queues_for_client(world: World, request: Any) -> list[tuple[str, int, Any]]:
     """Make a call, and return (broker, queue, address) of each queue in the response."""
     handlers = Routes(context_of(world)).handlers
-    if isinstance(request, s.QueryRouteRequest):
+    if isinstance(request, service.QueryRouteRequest):
         queues = (await handlers["QueryRoute"](Call({}), request)).message_queues
     else:
         response = await handlers["QueryAssignment"](Call({}), request)
@@ -190,7 +198,7 @@ async def test_the_route_of_another_group_s_topic_leads_to_that_group(
     two.broker.tables.topics.configure("orders", config)
     request = route("orders")
     (queue,) = (await Routes(context_of(one)).handlers["QueryRoute"](Call({}), request)).message_queues
-    assert queue.broker.name == "g2" and list(queue.accept_message_types) == [d.MessageType.DELAY]
+    assert queue.broker.name == "g2" and list(queue.accept_message_types) == [definition.MessageType.DELAY]
     assert [name for name, _, _ in await queues_for_client(one, route("new"))] == ["g1", "g1"], (
         "one group will create it"
     )

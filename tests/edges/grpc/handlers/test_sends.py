@@ -17,19 +17,19 @@ from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.topics import TopicConfig
 from timeball.broker.revoking.cancel import decode_handle
-from timeball.edges.grpc._generated import definition_pb2 as d
+from timeball.edges.grpc._generated import definition_pb2 as definition
 from timeball.edges.grpc.handlers.sends import MESSAGES_MAX
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.message import Kind, decode_properties
 
-Code, Type = d.Code, d.MessageType
+Code, Type = definition.Code, definition.MessageType
 
 
 def test_a_message_is_stored_as_sent_and_answered_with_its_id(node: RunningNode, wire: Wire) -> None:
     sent_message = message(
         tag="A", keys=["k1", "k2"], born_host="10.1.2.3", trace_context="00-ab-cd-01", properties={"who": "Ada"},
-        body_digest=d.Digest(type=d.DigestType.CRC32, checksum=f"{crc32(b'body'):08X}"),
+        body_digest=definition.Digest(type=definition.DigestType.CRC32, checksum=f"{crc32(b'body'):08X}"),
     )  # fmt: skip
     [entry] = sent(wire, sent_message)
     [row] = rows(node)
@@ -74,15 +74,15 @@ def test_several_delayed_messages_in_one_call_are_accepted(node: RunningNode, wi
 
 
 def test_a_gzip_body_is_stored_as_zlib_which_remoting_consumers_read(node: RunningNode, wire: Wire) -> None:
-    sent(wire, message(gzip.compress(b"hello " * 1_000), body_encoding=d.Encoding.GZIP))
+    sent(wire, message(gzip.compress(b"hello " * 1_000), body_encoding=definition.Encoding.GZIP))
     [row] = rows(node)
     assert (zlib.decompress(row["body"]), row["sys_flag"]) == (b"hello " * 1_000, 1)
 
 
 @pytest.mark.parametrize("body", [b"\x1f\x8b...", b"text", zlib.compress(b"text")])
 def test_a_body_that_is_no_gzip_is_refused(node: RunningNode, wire: Wire, body: bytes) -> None:
-    response = wire.ask("SendMessage", send_request(message(body, body_encoding=d.Encoding.GZIP)))
-    assert response.status.code == d.Code.BAD_REQUEST and "no gzip" in response.status.message
+    response = wire.ask("SendMessage", send_request(message(body, body_encoding=definition.Encoding.GZIP)))
+    assert response.status.code == definition.Code.BAD_REQUEST and "no gzip" in response.status.message
 
 
 def test_a_local_time_stays_beside_the_delivery_timestamp(node: RunningNode, wire: Wire) -> None:
@@ -98,13 +98,13 @@ def test_a_local_time_stays_beside_the_delivery_timestamp(node: RunningNode, wir
 @pytest.mark.parametrize(
     ("local", "delay_ms", "code"),
     [
-        ("2030-01-31T09:00 Europe/Berlin", None, d.Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
-        ("tomorrow", 3_600_000, d.Code.ILLEGAL_DELIVERY_TIME),
-        ("2030-01-31T09:00 Europe/Nowhere", 3_600_000, d.Code.ILLEGAL_DELIVERY_TIME),
+        ("2030-01-31T09:00 Europe/Berlin", None, definition.Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
+        ("tomorrow", 3_600_000, definition.Code.ILLEGAL_DELIVERY_TIME),
+        ("2030-01-31T09:00 Europe/Nowhere", 3_600_000, definition.Code.ILLEGAL_DELIVERY_TIME),
     ],
 )
 def test_a_local_time_without_a_delay_or_of_another_form_is_refused(
-    node: RunningNode, wire: Wire, local: str, delay_ms: int | None, code: d.Code
+    node: RunningNode, wire: Wire, local: str, delay_ms: int | None, code: definition.Code
 ) -> None:
     due_ms = None if delay_ms is None else node.broker.clock.now_ms() + delay_ms
     each = message(due_ms=due_ms, properties={"TIMEBALL_LOCAL_TIME": local})
@@ -208,10 +208,10 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"body": b""}, Code.MESSAGE_BODY_EMPTY),
     ({"body": b"x" * (limits.BODY_BYTES_MAX + 1)}, Code.MESSAGE_BODY_TOO_LARGE),
     ({"body_encoding": 7}, Code.BAD_REQUEST),
-    ({"body_digest": d.Digest(type=d.DigestType.CRC32, checksum="0")}, Code.MESSAGE_CORRUPTED),
-    ({"body_digest": d.Digest(type=d.DigestType.MD5, checksum="ff")}, Code.MESSAGE_CORRUPTED),
-    ({"body_digest": d.Digest(type=d.DigestType.SHA1)}, Code.MESSAGE_CORRUPTED),
-    ({"body_digest": d.Digest(type=9, checksum="ff")}, Code.BAD_REQUEST),
+    ({"body_digest": definition.Digest(type=definition.DigestType.CRC32, checksum="0")}, Code.MESSAGE_CORRUPTED),
+    ({"body_digest": definition.Digest(type=definition.DigestType.MD5, checksum="ff")}, Code.MESSAGE_CORRUPTED),
+    ({"body_digest": definition.Digest(type=definition.DigestType.SHA1)}, Code.MESSAGE_CORRUPTED),
+    ({"body_digest": definition.Digest(type=9, checksum="ff")}, Code.BAD_REQUEST),
     ({"tag": "a|b"}, Code.ILLEGAL_MESSAGE_TAG),
     ({"tag": " "}, Code.ILLEGAL_MESSAGE_TAG),
     ({"tag": "a\nb"}, Code.ILLEGAL_MESSAGE_TAG),
@@ -252,7 +252,7 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
 def test_an_invalid_message_is_refused_with_its_code(node: RunningNode, wire: Wire) -> None:
     for fields, code in REFUSED:
         actual_code, sentence = refused(wire, message(**fields))
-        assert (d.Code.Name(actual_code), fields) == (d.Code.Name(code), fields), sentence
+        assert (definition.Code.Name(actual_code), fields) == (definition.Code.Name(code), fields), sentence
     sent(wire, message())
     assert len(rows(node)) == 1
     assert [name for name in node.broker.topics() if name != "orders"] == [], (
@@ -304,7 +304,7 @@ CRC = crc32(b"body")
 def test_a_correct_digest_in_the_form_of_any_client_is_accepted(
     wire: Wire, digest_type: str, checksum: str
 ) -> None:
-    sent(wire, message(body_digest=d.Digest(type=digest_type, checksum=checksum)))
+    sent(wire, message(body_digest=definition.Digest(type=digest_type, checksum=checksum)))
 
 
 # ---- topics ---------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def test_acknowledged_messages_are_there_after_a_restart(tmp_path: Path) -> None
 # ---- unique keys ---------------------------------------------------------------------------------------------------
 
 
-def keyed(node: RunningNode, on_pending: str = "", **more: Any) -> d.Message:
+def keyed(node: RunningNode, on_pending: str = "", **more: Any) -> definition.Message:
     properties = {
         "TIMEBALL_UNIQUE_KEY": "order-17",
         **({"TIMEBALL_ON_PENDING": on_pending} if on_pending else {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.edges.grpc.wire import Wire, consumer_settings, d, producer_settings, s
+from tests.edges.grpc.wire import Wire, consumer_settings, definition, producer_settings, service
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
@@ -21,9 +21,9 @@ def session_of(node: RunningNode, name: str) -> Client | None:
 
 def test_the_first_message_on_a_stream_answers_the_settings(node: RunningNode, wire: Wire) -> None:
     stream = wire.telemetry()
-    stream.send(s.TelemetryCommand(settings=producer_settings("orders")))
+    stream.send(service.TelemetryCommand(settings=producer_settings("orders")))
     answer = next(stream)
-    assert answer.status.code == d.Code.OK
+    assert answer.status.code == definition.Code.OK
     assert answer.settings.publishing.max_body_size > 0
     client = session_of(node, "client-1")
     assert client is not None and len(client.streams) == 1 and not client.is_consumer
@@ -31,7 +31,7 @@ def test_the_first_message_on_a_stream_answers_the_settings(node: RunningNode, w
 
 def test_settings_sent_again_replace_the_earlier_ones(node: RunningNode, wire: Wire) -> None:
     stream = wire.telemetry(consumer_settings("g"))
-    stream.send(s.TelemetryCommand(settings=consumer_settings("h")))
+    stream.send(service.TelemetryCommand(settings=consumer_settings("h")))
     assert next(stream).settings.subscription.group.name == "h"
     client = session_of(node, "client-1")
     assert client is not None and len(client.streams) == 1
@@ -39,9 +39,9 @@ def test_settings_sent_again_replace_the_earlier_ones(node: RunningNode, wire: W
 
 def test_commands_other_than_settings_are_ignored(wire: Wire) -> None:
     stream = wire.telemetry()
-    stream.send(s.TelemetryCommand(thread_stack_trace=s.ThreadStackTrace(nonce="1")))
-    stream.send(s.TelemetryCommand())
-    stream.send(s.TelemetryCommand(settings=consumer_settings("g")))
+    stream.send(service.TelemetryCommand(thread_stack_trace=service.ThreadStackTrace(nonce="1")))
+    stream.send(service.TelemetryCommand())
+    stream.send(service.TelemetryCommand(settings=consumer_settings("g")))
     assert next(stream).settings.subscription.group.name == "g"
 
 
@@ -65,15 +65,20 @@ def test_a_cancelled_stream_is_removed_from_its_session(node: RunningNode, wire:
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
-        (d.Settings(), d.Code.UNRECOGNIZED_CLIENT_TYPE),
-        (d.Settings(client_type=d.ClientType.LITE_PUSH_CONSUMER), d.Code.UNRECOGNIZED_CLIENT_TYPE),
-        (consumer_settings("no name"), d.Code.ILLEGAL_CONSUMER_GROUP),
-        (producer_settings("no/topic"), d.Code.ILLEGAL_TOPIC),
+        (definition.Settings(), definition.Code.UNRECOGNIZED_CLIENT_TYPE),
+        (
+            definition.Settings(client_type=definition.ClientType.LITE_PUSH_CONSUMER),
+            definition.Code.UNRECOGNIZED_CLIENT_TYPE,
+        ),
+        (consumer_settings("no name"), definition.Code.ILLEGAL_CONSUMER_GROUP),
+        (producer_settings("no/topic"), definition.Code.ILLEGAL_TOPIC),
     ],
 )
-def test_invalid_settings_are_refused_with_code_and_text(wire: Wire, settings: d.Settings, code: int) -> None:
+def test_invalid_settings_are_refused_with_code_and_text(
+    wire: Wire, settings: definition.Settings, code: int
+) -> None:
     stream = wire.telemetry()
-    stream.send(s.TelemetryCommand(settings=settings))
+    stream.send(service.TelemetryCommand(settings=settings))
     answer = next(stream)
     assert answer.status.code == code and answer.status.message
     assert list(stream) == []
@@ -82,33 +87,43 @@ def test_invalid_settings_are_refused_with_code_and_text(wire: Wire, settings: d
 def test_a_client_without_an_id_is_refused(node: RunningNode) -> None:
     with Wire.to(node, client_id="") as wire:
         stream = wire.telemetry()
-        stream.send(s.TelemetryCommand(settings=consumer_settings("g")))
-        assert next(stream).status.code == d.Code.CLIENT_ID_REQUIRED
-        assert wire.ask("Heartbeat", s.HeartbeatRequest()).status.code == d.Code.CLIENT_ID_REQUIRED
+        stream.send(service.TelemetryCommand(settings=consumer_settings("g")))
+        assert next(stream).status.code == definition.Code.CLIENT_ID_REQUIRED
+        assert (
+            wire.ask("Heartbeat", service.HeartbeatRequest()).status.code
+            == definition.Code.CLIENT_ID_REQUIRED
+        )
 
 
 def test_a_heartbeat_is_refused_before_the_first_settings(node: RunningNode, wire: Wire) -> None:
-    beat = s.HeartbeatRequest(group=d.Resource(name="g"), client_type=d.ClientType.SIMPLE_CONSUMER)
-    assert wire.ask("Heartbeat", beat).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+    beat = service.HeartbeatRequest(
+        group=definition.Resource(name="g"), client_type=definition.ClientType.SIMPLE_CONSUMER
+    )
+    assert wire.ask("Heartbeat", beat).status.code == definition.Code.UNRECOGNIZED_CLIENT_TYPE
     wire.telemetry(consumer_settings("g"))
     wire.ask_ok("Heartbeat", beat)
 
 
 def test_notify_client_termination_ends_the_session(node: RunningNode, wire: Wire) -> None:
     wire.telemetry(consumer_settings("g"))
-    wire.ask_ok("NotifyClientTermination", s.NotifyClientTerminationRequest(group=d.Resource(name="g")))
+    wire.ask_ok(
+        "NotifyClientTermination", service.NotifyClientTerminationRequest(group=definition.Resource(name="g"))
+    )
     assert session_of(node, "client-1") is None
     wire.ask_ok(
-        "NotifyClientTermination", s.NotifyClientTerminationRequest()
+        "NotifyClientTermination", service.NotifyClientTerminationRequest()
     )  # a second time it has no effect
-    assert wire.ask("Heartbeat", s.HeartbeatRequest()).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
+    assert (
+        wire.ask("Heartbeat", service.HeartbeatRequest()).status.code
+        == definition.Code.UNRECOGNIZED_CLIENT_TYPE
+    )
 
 
 def test_the_end_of_one_client_does_not_affect_another(node: RunningNode, wire: Wire) -> None:
     with Wire.to(node, "client-2") as other:
         wire.telemetry(consumer_settings("g"))
         other.telemetry(consumer_settings("g"))
-        other.ask_ok("NotifyClientTermination", s.NotifyClientTerminationRequest())
+        other.ask_ok("NotifyClientTermination", service.NotifyClientTerminationRequest())
         assert session_of(node, "client-1") is not None and session_of(node, "client-2") is None
 
 
@@ -168,7 +183,7 @@ def test_the_node_client_gets_an_exponential_policy() -> None:
     group = SubscriptionGroup("g", retry_max_times=4)
     settings = consumer_settings("g")
     assert complete_settings(settings, group, check_types=True).backoff_policy.HasField("customized_backoff")
-    settings.user_agent.language = d.Language.NODE_JS
+    settings.user_agent.language = definition.Language.NODE_JS
     policy = complete_settings(settings, group, check_types=True).backoff_policy
     assert policy.HasField("exponential_backoff") and policy.max_attempts == 5
 
@@ -178,13 +193,13 @@ def test_different_topics_of_members_are_reported_as_a_conflict(node: RunningNod
     for topics in (["a"], ["a", "b"], ["a"]):
         settings = consumer_settings("different-topics")
         settings.subscription.subscriptions.extend(
-            d.SubscriptionEntry(topic=d.Resource(name=topic)) for topic in topics
+            definition.SubscriptionEntry(topic=definition.Resource(name=topic)) for topic in topics
         )
         # Settings of the same stream count like those of another client.
         if stream is None:
             stream = wire.telemetry(settings)
         else:
-            stream.send(s.TelemetryCommand(settings=settings))
+            stream.send(service.TelemetryCommand(settings=settings))
             next(stream)
     subscriptions = node.node.broker.consuming.subscriptions
     assert [one.wanted for one in subscriptions.conflicts("different-topics")] == [["a", "a, b"]]
@@ -195,7 +210,7 @@ def test_subscriptions_are_reported_with_their_namespace(node: RunningNode, wire
     settings = consumer_settings("members")
     settings.subscription.group.resource_namespace = "shop"
     settings.subscription.subscriptions.append(
-        d.SubscriptionEntry(topic=d.Resource(name="orders", resource_namespace="shop"))
+        definition.SubscriptionEntry(topic=definition.Resource(name="orders", resource_namespace="shop"))
     )
     subscriptions = node.node.broker.consuming.subscriptions
     subscriptions.hear_topics("shop%members", ["shop%orders"])

@@ -13,8 +13,8 @@ from tests.edges.grpc.sending import message, rows, send_request, sent
 from tests.edges.grpc.wire import Wire, producer_settings
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.edges.grpc._generated import definition_pb2 as d
-from timeball.edges.grpc._generated import service_pb2 as s
+from timeball.edges.grpc._generated import definition_pb2 as definition
+from timeball.edges.grpc._generated import service_pb2 as service
 from timeball.edges.grpc.calls import QUEUED_COMMANDS_MAX
 from timeball.edges.grpc.handlers.sends import (
     SEQ_MAX,
@@ -25,7 +25,7 @@ from timeball.edges.grpc.handlers.sends import (
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 
-Code, Resolution = d.Code, d.TransactionResolution
+Code, Resolution = definition.Code, definition.TransactionResolution
 COMMIT, ROLLBACK, UNKNOWN = (
     Resolution.COMMIT,
     Resolution.ROLLBACK,
@@ -33,22 +33,22 @@ COMMIT, ROLLBACK, UNKNOWN = (
 )
 
 
-def half(wire: Wire, body: bytes = b"pay", **fields: Any) -> s.SendResultEntry:
-    [entry] = sent(wire, message(body, message_type=d.MessageType.TRANSACTION, **fields))
+def half(wire: Wire, body: bytes = b"pay", **fields: Any) -> service.SendResultEntry:
+    [entry] = sent(wire, message(body, message_type=definition.MessageType.TRANSACTION, **fields))
     return entry
 
 
 def end(
     wire: Wire,
-    entry: s.SendResultEntry,
+    entry: service.SendResultEntry,
     resolution: int,
     topic: str = "orders",
     namespace: str = "",
     **fields: str,
 ) -> tuple[int, str]:
     ids = {"message_id": entry.message_id, "transaction_id": entry.transaction_id, **fields}
-    request = s.EndTransactionRequest(
-        topic=d.Resource(name=topic, resource_namespace=namespace),
+    request = service.EndTransactionRequest(
+        topic=definition.Resource(name=topic, resource_namespace=namespace),
         resolution=Resolution.Name(resolution),
         **ids,
     )
@@ -95,18 +95,18 @@ def test_a_transaction_id_of_another_message_is_refused(node: RunningNode, wire:
 
 def test_half_messages_of_one_call_end_separately(node: RunningNode, wire: Wire) -> None:
     first, second = sent(
-        wire, *(message(b"%d" % n, message_type=d.MessageType.TRANSACTION) for n in range(2))
+        wire, *(message(b"%d" % n, message_type=definition.MessageType.TRANSACTION) for n in range(2))
     )
     assert end(wire, second, COMMIT)[0] == end(wire, first, ROLLBACK)[0] == Code.OK
     assert [row["body"] for row in rows(node)] == [b"1"]
 
 
 def test_many_concurrent_transactions_end_as_requested(node: RunningNode, wire: Wire) -> None:
-    messages = [message(b"%d" % n, message_type=d.MessageType.TRANSACTION) for n in range(200)]
+    messages = [message(b"%d" % n, message_type=definition.MessageType.TRANSACTION) for n in range(200)]
     halves = [wire.later("SendMessage", send_request(each)) for each in messages]
     entries = [call.result().entries[0] for call in halves]
     requests = [
-        s.EndTransactionRequest(
+        service.EndTransactionRequest(
             topic=each.topic,
             message_id=entry.message_id,
             transaction_id=entry.transaction_id,
@@ -135,8 +135,10 @@ def test_a_producer_is_asked_about_an_open_transaction(tmp_path: Path, namespace
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         entry = half(wire, namespace=namespace, properties={"who": "Ada"})
-        resource = d.Resource(name="orders", resource_namespace=namespace)
-        settings = d.Settings(client_type=d.ClientType.PRODUCER, publishing=d.Publishing(topics=[resource]))
+        resource = definition.Resource(name="orders", resource_namespace=namespace)
+        settings = definition.Settings(
+            client_type=definition.ClientType.PRODUCER, publishing=definition.Publishing(topics=[resource])
+        )
         stream = wire.telemetry(settings)
         clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
         asked = next(stream).recover_orphaned_transaction_command
@@ -148,7 +150,7 @@ def test_a_producer_is_asked_about_an_open_transaction(tmp_path: Path, namespace
             {"who": "Ada", "__transactionId__": entry.message_id},
         )
         assert half_message.system_properties.message_id == entry.message_id
-        assert half_message.system_properties.message_type == d.MessageType.TRANSACTION
+        assert half_message.system_properties.message_type == definition.MessageType.TRANSACTION
         assert end(wire, entry, COMMIT, namespace=namespace) == (Code.OK, "OK")
         stream.cut()
         topic = "shop%orders" if namespace else "orders"
@@ -158,7 +160,7 @@ def test_a_producer_is_asked_about_an_open_transaction(tmp_path: Path, namespace
 def test_a_producer_is_not_asked_before_its_recovery_duration(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
-        late = message(b"late", message_type=d.MessageType.TRANSACTION)
+        late = message(b"late", message_type=definition.MessageType.TRANSACTION)
         late.system_properties.orphaned_transaction_recovery_duration.seconds = 60
         sent(wire, late)
         soon = half(wire, b"soon")

@@ -172,7 +172,7 @@ def test_a_head_request_has_no_body_and_streams_beyond_the_limit_are_refused(
         assert (answer.status, answer.value["code"]) == (429, "over_limit")
 
 
-def test_an_invalid_tail_request_is_a_problem(client: Client) -> None:
+def test_an_invalid_tail_request_gets_a_problem_document(client: Client) -> None:
     client.send("refusing", {"body": "x"})
     path = "/v1/topics/refusing/events"
     assert client.ask("GET", "/v1/topics/none-such/events").status == 404

@@ -215,7 +215,7 @@ def framed(header: bytes, body: bytes = b"x", form: int = JSON) -> bytes:
 
 @needs_compiled
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_frames_give_the_same_in_both_codecs(name: str) -> None:
+def test_recorded_frames_give_the_same_result_in_both_codecs(name: str) -> None:
     plain = agree((GOLDEN / name).read_bytes())
     # ali-ons sends messages without a unique key, which are not plain. The Java record also has a batch of three.
     assert plain == {"ali": 0, "java": 5}.get(name.partition("-")[0], 2)
@@ -223,7 +223,7 @@ def test_recorded_frames_give_the_same_in_both_codecs(name: str) -> None:
 
 @needs_compiled
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_stream_split_anywhere_gives_the_same(name: str) -> None:
+def test_a_recorded_stream_split_anywhere_gives_the_same_result_in_both_codecs(name: str) -> None:
     data = (GOLDEN / name).read_bytes()
     for at in range(0, len(data), 61):
         agree(data[:at])
@@ -248,7 +248,9 @@ def test_sends_with_delays_timers_and_any_texts_are_plain(form: int, properties:
 @needs_compiled
 @pytest.mark.parametrize("form", [JSON, BINARY])
 @pytest.mark.parametrize("names", [frozenset(), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"})])
-def test_disabled_user_delay_properties_give_the_same(form: int, names: frozenset[str]) -> None:
+def test_disabled_user_delay_properties_give_the_same_result_in_both_codecs(
+    form: int, names: frozenset[str]
+) -> None:
     for properties in (
         {"TIMING": "8"}, {"TIMING": "08:00:00"}, {"__STARTDELIVERTIME": str(NOW_MS + 9)}, {"__STARTDELIVERTIME": "x"},
         {"TIMING": "08:00:00", "DELAY": "3"}, {"__STARTDELIVERTIME": "9", "TIMER_DELAY_MS": "5"},
@@ -338,7 +340,7 @@ def test_an_unusual_batch_is_left_to_the_reference_as_a_whole(
 
 @needs_compiled
 @pytest.mark.parametrize("form", [JSON, BINARY])
-def test_a_batch_with_one_changed_byte_gives_the_same(form: int) -> None:
+def test_a_batch_with_one_changed_byte_gives_the_same_result_in_both_codecs(form: int) -> None:
     whole = batch([record(), record("UNIQ_KEY\x01ä\x02", b"body")], form=form)
     for at in range(8, len(whole)):
         for value in {0, 1, 2, 0x20, 0x7F, 0x80, 0xFF, whole[at] ^ 1}:
@@ -407,7 +409,9 @@ changes = st.dictionaries(st.sampled_from(sorted(values)), st.integers(0), max_s
     )
 )
 @example([({"i": "UNIQ_KEY\x01k\x02\x01\x02\x02TAGS\x01"}, JSON, False, b"")])
-def test_any_fields_give_the_same(sends: list[tuple[dict[str, str], int, bool, bytes]]) -> None:
+def test_any_fields_give_the_same_result_in_both_codecs(
+    sends: list[tuple[dict[str, str], int, bool, bytes]],
+) -> None:
     agree(
         b"".join(
             send({**PLAIN, **ext}, body, form, opaque=n, flag=2 * one_way)
@@ -427,7 +431,7 @@ def test_any_fields_give_the_same(sends: list[tuple[dict[str, str], int, bool, b
     ),
     st.sampled_from([JSON, BINARY]),
 )
-def test_any_batches_give_the_same(
+def test_any_batches_give_the_same_result_in_both_codecs(
     batches: list[tuple[dict[str, str], list[tuple[str, bytes, int]]]], form: int
 ) -> None:
     agree(
@@ -448,7 +452,7 @@ json_values = st.one_of(
     st.dictionaries(st.sampled_from([*PLAIN, "topic", "x"]), json_values, max_size=3),
     st.lists(st.sampled_from(sorted(PLAIN)), max_size=2),
 )
-def test_any_json_gives_the_same(changed: dict[str, Any], removed: list[str]) -> None:
+def test_any_json_gives_the_same_result_in_both_codecs(changed: dict[str, Any], removed: list[str]) -> None:
     ext = {name: value for name, value in {**PLAIN, **changed}.items() if name not in removed}
     agree(java(ext) + java(PLAIN))
 
@@ -468,7 +472,9 @@ def undamaged_frames() -> Iterator[bytes]:
     st.binary(min_size=1, max_size=3),
     st.integers(0, 2),
 )
-def test_damaged_headers_give_the_same(whole: bytes, at: int, damage: bytes, removed: int) -> None:
+def test_damaged_headers_give_the_same_result_in_both_codecs(
+    whole: bytes, at: int, damage: bytes, removed: int
+) -> None:
     """The frame keeps valid lengths, because otherwise the whole connection would be refused."""
     at = min(at, len(whole) - 1)
     header_end = 8 + int.from_bytes(whole[5:8], "big")
@@ -478,7 +484,7 @@ def test_damaged_headers_give_the_same(whole: bytes, at: int, damage: bytes, rem
 
 @needs_compiled
 @pytest.mark.parametrize("whole", list(undamaged_frames()))
-def test_a_send_with_one_changed_byte_gives_the_same(whole: bytes) -> None:
+def test_a_send_with_one_changed_byte_gives_the_same_result_in_both_codecs(whole: bytes) -> None:
     random_bytes = random.Random(1)
     for at in range(len(whole)):
         for value in {0, 1, 2, 0x20, 0x22, 0x30, 0x5C, 0x7F, 0x80, 0xFF, random_bytes.randrange(256)}:
@@ -542,7 +548,7 @@ def encode_or_error(codec: Codec | None, rows: pa.RecordBatch, **hosts: Host) ->
     st.sampled_from([V4, V6]),
     st.integers(0, 3),
 )
-def test_stored_messages_are_the_same(
+def test_stored_messages_are_the_same_in_both_codecs(
     rows: list[dict[str, Any]], store: Host, born: Host, begin: int
 ) -> None:
     """The rows are a slice, so that the columns begin within their buffers."""
