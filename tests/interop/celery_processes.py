@@ -29,7 +29,7 @@ TIMEBALL = {"broker_transport_options": {"lease_ms": LEASE_MS}}
 
 
 class Broker:
-    """`timeball serve`, which keeps its port and its folder."""
+    """`timeball serve` with the system's clock. It keeps its port and its folder."""
 
     def __init__(self, data: Path, *options: str) -> None:
         (self.port,) = free_ports(1)
@@ -37,6 +37,7 @@ class Broker:
         self.start()
 
     def start(self) -> None:
+        """Start the broker, and wait until it is ready."""
         arguments = ["--json", "--port", "0", "--data", str(self._data), *self._options]
         self._process = Running("serve", *arguments, TIMEBALL_HTTP_PORT=str(self.port))
         self._ready = self._process.wait_line(event="ready")
@@ -49,14 +50,17 @@ class Broker:
 
     @property
     def url(self) -> str:
+        """Return the URL for Celery's setting `broker`."""
         return f"timeball://127.0.0.1:{self.port}"
 
     @property
     def endpoint(self) -> str:
+        """Return the HTTP address."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def flight(self) -> str:
+        """Return the address of the Flight port."""
         return f"grpc://127.0.0.1:{self._ready['port']}"
 
 
@@ -67,6 +71,7 @@ class ManualBroker(Broker):
         super().__init__(data, "--clock", "manual", "--ack-save-ms", "0")
 
     def now(self) -> datetime:
+        """Return the time of the manual clock."""
         return datetime.fromisoformat(self._ask("clock", None)["now"])
 
     def wait(self, duration: timedelta) -> None:
@@ -79,6 +84,7 @@ class ManualBroker(Broker):
         self.wait(timedelta(seconds=seconds))
 
     def _ask(self, path: str, document: Any) -> Any:
+        """Return the JSON answer to a request below /v1/: a GET if `document` is None, otherwise a POST."""
         data = None if document is None else json.dumps(document).encode()
         request = urllib.request.Request(
             f"{self.endpoint}/v1/{path}", data, {"content-type": "application/json"}
@@ -107,6 +113,7 @@ def redis_server(folder: Path) -> Iterator[int]:
 
 
 def _answers(client: Any) -> bool:
+    """Check that a Redis client gets an answer."""
     import redis
 
     try:
@@ -116,7 +123,7 @@ def _answers(client: Any) -> bool:
 
 
 class Shop:
-    """The application: its workers, and the runs of its tasks."""
+    """The application of celery_shop.py: its workers, and the runs of its tasks. `settings` are Celery's."""
 
     def __init__(self, folder: Path, url: str, **settings: Any) -> None:
         self.folder, self.url = folder, url
@@ -127,6 +134,7 @@ class Shop:
 
     @property
     def environment(self) -> dict[str, str]:
+        """Return the variables that celery_shop.py reads."""
         return {
             "SHOP_BROKER": self.url,
             "SHOP_RUNS": str(self.runs_file),
@@ -134,10 +142,12 @@ class Shop:
         }
 
     def worker(self, *options: str) -> Worker:
+        """Start one more worker with options of `celery worker`. `wait_ready` waits until it works."""
         self.workers.append(Worker(self, len(self.workers), *options))
         return self.workers[-1]
 
     def celery(self, *arguments: str) -> str:
+        """Run a command of Celery, which must succeed. Return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "celery", "-A", "celery_shop", *arguments],
             env=environment(**self.environment), cwd=HERE, capture_output=True, text=True, timeout=BOUND_S, check=False,
@@ -146,7 +156,7 @@ class Shop:
         return done.stdout
 
     def send(self, names: list[str], *, seconds: float = 0.0, etas: list[datetime] | None = None) -> None:
-        """Send tasks in a process of its own, as a producer does."""
+        """Send tasks that take `seconds`, in a process of its own, as a producer does. An ETA belongs to each name."""
         etas_text = None if etas is None else [eta.isoformat() for eta in etas]
         program = (
             "import json, sys, celery_shop\n"
@@ -161,12 +171,15 @@ class Shop:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def runs(self) -> list[dict[str, Any]]:
+        """Return the begins and ends of runs so far, as `note` in celery_shop.py writes them."""
         return [json.loads(line) for line in self.runs_file.read_text().splitlines()]
 
     def ended(self) -> Counter[str]:
+        """Return how many runs of each task have ended."""
         return Counter(run["name"] for run in self.runs() if run["what"] == "end")
 
     def stop(self) -> None:
+        """Kill all workers."""
         for worker in self.workers:
             worker.kill()
 
@@ -185,12 +198,14 @@ class Worker:
 
     @property
     def pid(self) -> int:
+        """Return the process id of the main process, which is that of the process group, too."""
         return self._process.pid
 
     def log(self) -> str:
         return Path(self._log.name).read_text()
 
     def wait_ready(self) -> None:
+        """Wait until the worker takes tasks. Raise AssertionError with its log if it ends before."""
         eventually(lambda: " ready." in self.log() or self._process.poll() is not None, "a worker is ready")
         assert self._process.poll() is None, self.log()
 
@@ -202,13 +217,14 @@ class Worker:
         self._log.close()
 
     def end(self) -> None:
-        """Stop the worker in order."""
+        """Let the worker finish, as SIGTERM does, and wait for its end."""
         self._process.terminate()
         self._process.wait(BOUND_S)
 
 
 @contextmanager
 def shop_of(folder: Path, url: str, **settings: Any) -> Iterator[Shop]:
+    """Make a shop, and kill its workers at the end of the block."""
     shop = Shop(folder, url, **settings)
     try:
         yield shop
@@ -224,4 +240,5 @@ POOLS = {
 
 
 def in_seconds(seconds: float) -> datetime:
+    """Return the time that is `seconds` ahead by the system's clock."""
     return datetime.now(UTC) + timedelta(seconds=seconds)

@@ -24,7 +24,7 @@ app.conf.update(
 
 
 def note(what: str, name: str) -> None:
-    """Append a line in one write, so that lines of several processes do not mix."""
+    """Append "begin" or "end" of a task's run in one write, so that the lines of several processes do not mix."""
     now_ms = time.time_ns() // 1_000_000
     line = json.dumps({"what": what, "name": name, "ms": now_ms, "pid": os.getpid(), "worker": os.getpgid(0)})
     descriptor = os.open(os.environ["SHOP_RUNS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -34,6 +34,7 @@ def note(what: str, name: str) -> None:
 
 @app.task(name="shop.run")
 def run(name: str, seconds: float = 0.0) -> None:
+    """Take some seconds. `name` is the name that the test gives to the task."""
     note("begin", name)
     time.sleep(seconds)
     note("end", name)
@@ -41,5 +42,6 @@ def run(name: str, seconds: float = 0.0) -> None:
 
 @app.task(name="shop.die", acks_late=True, reject_on_worker_lost=True)
 def die(name: str) -> None:
+    """Kill the process in which the task runs."""
     note("begin", name)
     os.kill(os.getpid(), 9)

@@ -58,7 +58,7 @@ def talks(
     request: pytest.FixtureRequest, broker: StockBroker, clients: Callable[[str], Driver], name: str
 ) -> Callable[..., GrpcConversation]:
     """Return a function that starts a conversation of this test with the gRPC client that is its parameter."""
-    return lambda **how: GrpcConversation(request.param, clients(request.param), broker, name, **how)
+    return lambda **options: GrpcConversation(request.param, clients(request.param), broker, name, **options)
 
 
 @pytest.fixture

@@ -14,7 +14,10 @@ JAVA = [JAVA4, JAVA5]
 
 
 class Conversation:
-    """Names contain the test's name, so that tests share a broker. The topic exists before any request for it."""
+    """Names contain the test's name, so that tests share a broker.
+
+    The topic exists before any request for it, unless `queues` is 0.
+    """
 
     def __init__(
         self, client: Driver, broker: StockBroker, name: str, *, queues: int = 1, **producer: Any
@@ -45,14 +48,15 @@ class Conversation:
         return self.client.call(op, producer=self._producer, **options)
 
     def stop(self, consumer: str) -> None:
+        """Stop a consumer that `listen` has started."""
         self.client.call("stop", name=consumer)
 
 
 def by_body(messages: list[Json]) -> dict[str, Json]:
     """Return the message of each body. Fail if two messages have the same body."""
-    found = {message["body"]: message for message in messages}
-    assert len(found) == len(messages), [message["body"] for message in messages]
-    return found
+    messages_by_body = {message["body"]: message for message in messages}
+    assert len(messages_by_body) == len(messages), [message["body"] for message in messages]
+    return messages_by_body
 
 
 def is_early(message: Json, due_ms: int) -> bool:

@@ -12,7 +12,10 @@ LOCK = LOCKS / "debs.txt"
 
 
 def package(name: str) -> Path:
-    """A folder with the files of a package. Raises Missing without apt, or if the version is not there any more."""
+    """Return the folder with the files of a package. Raise Missing without apt, or if the version is gone.
+
+    Raises ValueError for a package with another hash than that of the lock.
+    """
     version, digest = _locked()[name]
     apt, dpkg = tool("apt-get", "apt"), tool("dpkg-deb", "dpkg")
 
@@ -30,14 +33,15 @@ def package(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """The names of all packages of the lock."""
+    """Return the names of all packages of the lock."""
     return list(_locked())
 
 
 def _locked() -> dict[str, tuple[str, str]]:
+    """Read the lock: the version and the SHA-256 in hex of each package, by its name."""
     lines = (line.split() for line in LOCK.read_text("utf-8").splitlines())
-    found = {}
+    locked = {}
     for named, digest in lines:
         name, _, version = named.partition("=")
-        found[name] = (version, digest)
-    return found
+        locked[name] = (version, digest)
+    return locked

@@ -112,7 +112,7 @@ class Driver:
         return [(e["body"], -1) if e["event"] == "end" else (e["message"]["body"], 1) for e in events]
 
     def wait_deliveries(self, consumer: str, count: int, *, done: bool | None = None) -> list[Json]:
-        """Wait for `count` deliveries at least, and return all so far as `deliveries` does."""
+        """Wait for at least `count` deliveries, and return all of them so far as `deliveries` does."""
         self.wait_until(
             lambda: len(self.deliveries(consumer, done=done)) >= count,
             lambda: f"{count} messages for {consumer}, not {self.deliveries(consumer)}",
@@ -129,6 +129,7 @@ class Driver:
         return checks()
 
     def close(self) -> None:
+        """Kill the client, and wait until its output is read."""
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._process.kill()
         self._process.wait(BOUND_S)
@@ -153,6 +154,7 @@ class Driver:
         raise AssertionError(f"did not happen: {text() if callable(text) else text}\n{errors}")
 
     def _read(self) -> None:
+        """Take each line of the client as an answer or as an event, until it ends. Runs in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             message = json.loads(line)
@@ -167,6 +169,7 @@ class Driver:
             self._changed.notify_all()
 
     def _read_errors(self) -> None:
+        """Keep the last lines of the error output for error texts. Runs in a thread."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._errors.append(line.rstrip())
@@ -174,6 +177,7 @@ class Driver:
 
 @contextmanager
 def driving(command: list[str], address: str, home: Path) -> Iterator[Driver]:
+    """Run a client during a block. `address` is that of the broker or of the name server."""
     driver = Driver(command, address, home)
     try:
         yield driver

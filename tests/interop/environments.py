@@ -1,8 +1,8 @@
 """The stock clients' own packages, each in a separate folder below `.interop/`, made once and then kept.
 
 `locks/` names each fetched package with the hashes of its files. The package clients (pip, npm, mvn, go) fetch them. A
-client whose tools or packages are not available is `Missing`, with the reason. A file with
-another hash than the lock's is an error, never a reason to skip.
+function for a client raises Missing, with the reason, if its tools or packages are not available. A file with another
+hash than the lock's is an error, never a reason to skip.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ JAVA_OPTIONS = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
 
 
 class Missing(Exception):
-    """A client that cannot be tested here, and the reason."""
+    """A client cannot be tested here. The text is the reason."""
 
 
-# ---- one environment a client: a folder, and the command that starts the client's driver -----------------------
+# ---- the environments: a folder for each client, and the command that starts its driver -----------------------------
 
 
 def cpp() -> list[str]:
-    """PyPI's `rocketmq`: the C++ client."""
+    """Return the command of PyPI's `rocketmq`, the C++ client."""
     return [venv_python("cpp", LOCKS / "cpp.txt"), str(HERE / "cpp_client.py")]
 
 
 def grpc_python() -> list[str]:
-    """PyPI's `rocketmq-python-client`."""
+    """Return the command of PyPI's `rocketmq-python-client`."""
     return [venv_python("grpc_python", LOCKS / "grpc-python.txt"), str(HERE / "grpc_client.py")]
 
 
 def ali_ons() -> list[str]:
-    """npm's `ali-ons`."""
+    """Return the command of npm's `ali-ons`."""
     return node_with("ali_ons", LOCKS, HERE / "ali_ons.js")
 
 
 def grpc_node() -> list[str]:
-    """npm's `rocketmq-client-nodejs`."""
+    """Return the command of npm's `rocketmq-client-nodejs`."""
     return node_with("grpc_node", LOCKS / "grpc", HERE / "grpc_client.js")
 
 
@@ -71,7 +71,7 @@ def grpc_go() -> list[str]:
 
 
 def java(version: str, *options: str) -> list[str]:
-    """One version of the Java client for the remoting protocol. `version`: v4 or v5."""
+    """Return the command of the Java client for the remoting protocol in a version (v4 or v5), with options of Java."""
     return java_with(version, "StockClient", SOURCES / version / "Version.java", options=options)
 
 
@@ -81,12 +81,12 @@ def java_5_5() -> list[str]:
 
 
 def grpc_java() -> list[str]:
-    """Maven's `rocketmq-client-java`."""
+    """Return the command of Maven's `rocketmq-client-java`."""
     return java_with("grpc", "GrpcClient")
 
 
 def mqadmin() -> list[str]:
-    """RocketMQ's own administration tool, of 5.3.3."""
+    """Return the command of RocketMQ's own administration tool, of 5.3.3."""
     return java_with("v5", "AdminTool")
 
 
@@ -101,12 +101,12 @@ def kafka(*options: str) -> list[str]:
 
 
 def versus() -> list[str]:
-    """Return the other tool that `make versus` needs: a C compiler, for its load generator."""
+    """Return a command whose parts exist where `make versus` can run: a C compiler and RocketMQ. Nothing runs it."""
     return [tool("cc", "gcc"), *rocketmq()]
 
 
 def venv_python(name: str, lock: Path) -> str:
-    """A virtual environment with exactly the packages of the lock. Returns its Python."""
+    """Return the Python of a virtual environment with exactly the packages of the lock."""
 
     def make(folder: Path) -> None:
         fetch([sys.executable, "-m", "venv", "--clear", str(folder)])
@@ -117,23 +117,23 @@ def venv_python(name: str, lock: Path) -> str:
 
 
 def axe() -> Path:
-    """npm's `axe-core`: the script that checks a page for accessibility faults. For `tests/dashboard`."""
+    """Return npm's `axe-core`, a script that checks a page for accessibility faults. For `tests/dashboard`."""
     return node_modules("axe", LOCKS / "axe") / "axe-core" / "axe.min.js"
 
 
 def pyright() -> list[str]:
-    """npm's `pyright`, a type checker."""
+    """Return the command of npm's `pyright`, a type checker."""
     script = node_modules("pyright", LOCKS / "pyright") / "pyright" / "index.js"
     return [tool("node", "nodejs"), str(script)]
 
 
 def node_with(name: str, locks: Path, program: Path) -> list[str]:
-    """Node, with the `node_modules` that the locks in this folder name."""
+    """Return the command of a program of Node with the packages that the lock in the folder `locks` names."""
     return ["env", f"NODE_PATH={node_modules(name, locks)}", tool("node", "nodejs"), str(program)]
 
 
 def node_modules(name: str, locks: Path) -> Path:
-    """What the locks in this folder name, as npm lays it out."""
+    """Return the folder `node_modules` with the packages that the lock in the folder `locks` names."""
     npm = tool("npm", "npm")
     inputs = [locks / "package.json", locks / "package-lock.json"]
 
@@ -149,7 +149,10 @@ def node_modules(name: str, locks: Path) -> Path:
 
 
 def java_with(profile: str, program: str, *more: Path, options: Sequence[str] = ()) -> list[str]:
-    """The jars of one profile of the pom, and our program (a class, and sources beside its own) compiled with them."""
+    """Return the command of a Java program of this folder, compiled with the jars of one profile of the pom.
+
+    `more` has the sources beside the program's own, and `options` are options of Java.
+    """
     folder, sources = jars(profile), [SOURCES / f"{program}.java", *more]
 
     def make(classes: Path) -> None:
@@ -162,6 +165,7 @@ def java_with(profile: str, program: str, *more: Path, options: Sequence[str] = 
 
 
 def jars(version: str) -> Path:
+    """Return the folder with the jars of one profile (`version`) of the pom. Raise ValueError as `check` does."""
     mvn, hashes = tool("mvn", "maven"), LOCKS / f"jars-{version}.sha256"
 
     def make(folder: Path) -> None:
@@ -197,7 +201,7 @@ def kept(name: str, inputs: list[Path], make: Callable[[Path], None], *more: str
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, because two test runs may share the folder."""
+    """Hold a lock of all processes during a block, because two test runs may share the folder."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -226,6 +230,7 @@ def fetch(command: list[str]) -> None:
 
 
 def run(command: list[str]) -> None:
+    """Run a command. If it fails, print its output, and raise CalledProcessError, after FETCH_S TimeoutExpired."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=FETCH_S, check=False
     )

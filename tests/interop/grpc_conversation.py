@@ -21,7 +21,10 @@ INVISIBLE_S = 60  # longer than any test: an unacknowledged message does not com
 
 
 class GrpcConversation:
-    """Names contain the test's name, so that tests share a broker. The topic exists before any request for it."""
+    """Names contain the test's name, so that tests share a broker.
+
+    The topic exists before any request for it, unless `queues` is 0.
+    """
 
     def __init__(
         self,
@@ -32,20 +35,21 @@ class GrpcConversation:
         *,
         queues: int = 1,
         group: Json | None = None,
-        **how: Any,
+        **client_options: Any,
     ) -> None:
-        """Create the topic with so many queues, configure the group, and start the producer.
+        """Create the topic unless `queues` is 0, configure the group, and start the producer.
 
-        `group` has settings of the consumer group by RocketMQ's names, and `how` options of producer and consumers.
+        `which` is the client's name. `group` has settings for `configure_group`, and `client_options` are those of the
+        producer and of all consumers.
         """
-        self.which, self.client, self.broker, self._how = which, client, broker, how
+        self.which, self.client, self.broker, self._client_options = which, client, broker, client_options
         self.topic, self.group = f"{name}-topic", f"{name}-group"
         self._producer, self._consumers = f"{name}-producer", 0
         if queues:
             broker.create_topic(self.topic, queues)
         if group is not None:
             self.configure_group(group)
-        client.call("producer", name=self._producer, topic=self.topic, **how)
+        client.call("producer", name=self._producer, topic=self.topic, **client_options)
 
     def configure_group(self, config: Json) -> None:
         """Change settings of the group by RocketMQ's names. `retry_ms` has the pauses before the retries."""
@@ -80,8 +84,8 @@ class GrpcConversation:
         """Start one more consumer of the group, and return its name."""
         self._consumers += 1
         name = f"{self.group}-{self._consumers}"
-        how = {"topic": self.topic, "group": self.group, **self._how, **options}
-        self.client.call(kind, name=name, **how)
+        request = {"topic": self.topic, "group": self.group, **self._client_options, **options}
+        self.client.call(kind, name=name, **request)
         return name
 
     def simple(self, **options: Any) -> str:
@@ -107,19 +111,22 @@ class GrpcConversation:
         return received
 
     def ack(self, consumer: str, *messages: Json) -> None:
+        """Acknowledge messages that a simple consumer has received."""
         for message in messages:
             self.client.call("ack", consumer=consumer, number=message["number"])
 
     def change(self, consumer: str, message: Json, invisible_s: int) -> None:
+        """Change how long a received message stays invisible, counted from now."""
         self.client.call("change", consumer=consumer, number=message["number"], invisible_s=invisible_s)
 
     def stop(self, consumer: str) -> None:
+        """Stop a consumer that `listen` has started."""
         self.client.call("stop", name=consumer)
 
     # ---- the state of messages in the broker's log
 
     def is_early(self, body: str, due_ms: int) -> bool:
-        """Check whether this message entered its queue before this time, by the broker's clock."""
+        """Check whether the message with this body entered its queue before `due_ms`, by the broker's clock."""
         [row] = [row for row in self.broker.rows(self.topic) if row["body"] == body.encode()]
         return came_early({**row, "due_ms": due_ms})
 
@@ -128,6 +135,7 @@ class GrpcConversation:
         return self.broker.rows(f"%RETRY%{self.group}_{self.topic}")
 
     def dead_letters(self) -> list[str]:
+        """Return the bodies of the group's dead letters, by queue and then by offset."""
         return self.broker.bodies(f"%DLQ%{self.group}")
 
 

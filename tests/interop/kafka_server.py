@@ -48,7 +48,10 @@ SETTINGS: dict[str, str | int] = {
 
 
 class KafkaServer:
-    """Start with `start`; `kill` is kill -9."""
+    """One Kafka, which runs from `start` to `kill` (SIGKILL). The next `start` continues with the same data and ports.
+
+    `command` is the prefix of commands that run a class of Kafka, and `heap` has the options of Java for the server.
+    """
 
     def __init__(self, folder: Path, command: list[str], heap: Sequence[str] = HEAP) -> None:
         self._folder, self._command, self._heap = folder, command, heap
@@ -58,6 +61,7 @@ class KafkaServer:
         self._run("kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", "server.properties")
 
     def _choose_ports(self) -> None:
+        """Choose free ports, and write the configuration with them."""
         port, controller = free_ports(2)
         self.bootstrap = f"127.0.0.1:{port}"
         settings = {
@@ -109,12 +113,14 @@ class KafkaServer:
         return self._process.pid
 
     def kill(self) -> None:
+        """Kill the server if it runs, and wait for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def admin(self) -> AdminClient:
+        """Return a new client for administration."""
         return AdminClient({"bootstrap.servers": self.bootstrap, "reconnect.backoff.max.ms": 500})
 
     def make(self, *names: str, partitions: int = 1, **config: str) -> None:
@@ -138,6 +144,7 @@ class KafkaServer:
             future.result(BOUND_S)
 
     def _run(self, *arguments: str) -> None:
+        """Run another class of Kafka in the server's folder. Raise AssertionError with its output if it fails."""
         java, *options = self._command
         command = [java, "-Xmx128m", "-XX:TieredStopAtLevel=1", *options, *arguments]
         done = subprocess.run(

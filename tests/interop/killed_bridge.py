@@ -17,7 +17,7 @@ from timeball.edges.kafka import delivery
 from timeball.edges.kafka.options import BridgeQueue
 
 STEPS: dict[str, tuple[Any, str, bool]] = {
-    # step: (a class, its method, whether the process is killed after the method instead of before it)
+    # Step: a class, its method, and whether the process is killed after the method instead of before it.
     "cancelled, before the batch is sent": (BridgeQueue, "cancel", True),
     "before a batch is sent": (Source, "send", False),
     "sent, before the answer": (SendExchange, "submit", True),
@@ -30,14 +30,14 @@ OUTSIDE = "the position in a transaction of its own"
 
 
 def die(times: list[int]) -> None:
-    """Count a step down. Kill the process when the count is zero."""
+    """Decrease the only number in `times`, and kill the process when it is zero."""
     times[0] -= 1
     if times[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(method: Callable[..., Any], times: list[int], *, after: bool) -> Callable[..., Any]:
-    """Return a method that calls `method`, and kills the process before or after its n-th call."""
+def kill_at(method: Callable[..., Any], times: list[int], *, after: bool) -> Callable[..., Any]:
+    """Return a method that calls `method`, and kills the process before or after the n-th call (n is in `times`)."""
 
     def run(*args: Any, **options: Any) -> Any:
         if not after:
@@ -50,15 +50,15 @@ def killed(method: Callable[..., Any], times: list[int], *, after: bool) -> Call
     return run
 
 
-def outside(times: list[int]) -> Callable[..., None]:
+def write_outside(times: list[int]) -> Callable[..., None]:
     """Return a wrong `_write`: it commits the records first, and then their position in a second transaction."""
-    right = delivery.Delivery._write
+    right_write = delivery.Delivery._write
 
     def write(self: Any, found: list[Any], position: int, stop: Any) -> None:
-        right(self, found, self._offset, stop)
+        right_write(self, found, self._offset, stop)
         if found:
             die(times)
-        right(self, [], position, stop)
+        right_write(self, [], position, stop)
 
     return write
 
@@ -66,8 +66,8 @@ def outside(times: list[int]) -> Callable[..., None]:
 if __name__ == "__main__":
     step, times = sys.argv[1], [int(sys.argv[2])]
     if step == OUTSIDE:
-        delivery.Delivery._write = outside(times)  # type: ignore[method-assign]
+        delivery.Delivery._write = write_outside(times)  # type: ignore[method-assign]
     else:
         owner, name, after = STEPS[step]
-        setattr(owner, name, killed(getattr(owner, name), times, after=after))
+        setattr(owner, name, kill_at(getattr(owner, name), times, after=after))
     main(["kafka", *sys.argv[3:]])

@@ -29,6 +29,7 @@ class Recorder:
         return [bytes(stream) for stream in self._streams]
 
     def close(self) -> None:
+        """Close all connections, and wait until the threads have ended."""
         for connection in [self._listener, *self._open]:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -73,6 +74,7 @@ def _forward(source: socket.socket, target: socket.socket, copy: bytearray | Non
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
+    """Run a recorder during a block."""
     recorder = Recorder()
     try:
         yield recorder

@@ -19,7 +19,6 @@ from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
 
 LEVELS_S = [1, 2, 3, 4, 5]
-PORTS = ("--port", "--name-server-port", "--remoting-port", "--grpc-port")
 BROKER, CLUSTER = "timeball", "DefaultCluster"
 
 
@@ -31,6 +30,7 @@ class StockBroker:
         self._ports = ["--port", "0", "--name-server-port", "0", "--remoting-port", "0", "--grpc-port", "0"]
 
     def start(self) -> None:
+        """Start the broker, and wait until it is ready. All ports are chosen at the first start."""
         levels = " ".join(f"{seconds}s" for seconds in LEVELS_S)
         self._process = Running(
             "serve",
@@ -56,16 +56,18 @@ class StockBroker:
         self._process.end(signal.SIGKILL)
 
     def stop(self) -> int:
+        """Stop the broker as SIGTERM does. Return its exit code."""
         return self._process.end()
 
     def client(self) -> Timeball:
-        """A client with columns."""
+        """Return a Timeball client that sends and reads columns over the Flight port."""
         scheme = "https" if self.endpoint.startswith("grpc+tls") else "http"
         return Timeball(f"{scheme}://{self.http}", flight=self.endpoint)
 
     # ---- requests that do not use the stock clients
 
     def create_topic(self, topic: str, queues: int = 1) -> str:
+        """Create a topic, and return its name."""
         with self.client() as ball:
             ball.create_topic(topic, queues)
         return topic

@@ -45,6 +45,7 @@ PAGE_URL, PAGE_REDIS, PAGE_DATA = "127.0.0.1:7480", "127.0.0.1:6379", "/tmp/shop
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
+    """A broker with the system's clock."""
     running = Broker(tmp_path / "data")
     yield running
     running.stop()
@@ -52,6 +53,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 @pytest.fixture
 def manual_broker(tmp_path: Path) -> Iterator[ManualBroker]:
+    """A broker with a manual clock."""
     running = ManualBroker(tmp_path / "data")
     yield running
     running.stop()
@@ -61,11 +63,11 @@ def manual_broker(tmp_path: Path) -> Iterator[ManualBroker]:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"])
 def test_tasks_run_once_and_not_before_their_etas(
-    broker: Broker, tmp_path: Path, pool: str, late: bool
+    broker: Broker, tmp_path: Path, pool: str, acks_late: bool
 ) -> None:
-    with shop_of(tmp_path, broker.url, task_acks_late=late) as shop:
+    with shop_of(tmp_path, broker.url, task_acks_late=acks_late) as shop:
         shop.worker(*POOLS[pool]).wait_ready()
         etas = {f"eta-{number}": in_seconds(2 + number / 20) for number in range(40)}
         shop.send([f"now-{number}" for number in range(40)])
@@ -93,12 +95,13 @@ def test_a_child_that_dies_is_replaced_and_its_task_becomes_a_dead_letter(
             [sys.executable, "-c", program], env=environment(**shop.environment), cwd=HERE, check=True
         )
         with Timeball(broker.endpoint) as ball:
-            for count in range(2, 17):  # the first time, the task comes back at once
+            for count in range(2, 17):  # the second run follows the first at once
                 eventually(lambda count=count: len(shop.runs()) == count, f"{count} runs")
                 eventually(
                     lambda: [each.state for each in ball.get("poison").groups] == ["waiting"], "a delay"
                 )
-                broker.wait(timedelta(seconds=min(2 ** (count - 2), 7_200)))  # no longer, or leases end, too
+                # Exactly the delay before the next run. During more time the worker's leases would end.
+                broker.wait(timedelta(seconds=min(2 ** (count - 2), 7_200)))
             eventually(lambda: _dead_letters(ball), "a dead letter")
         assert Counter(run["name"] for run in shop.runs()) == {"poison": 17}
         shop.send(["healthy"])
@@ -107,6 +110,7 @@ def test_a_child_that_dies_is_replaced_and_its_task_becomes_a_dead_letter(
 
 
 def _dead_letters(ball: Timeball) -> int:
+    """Return the number of dead letters of Celery's group."""
     return len(ball.dead_letters("celery").dead_letters)
 
 
@@ -124,7 +128,7 @@ def test_a_worker_that_stops_returns_its_tasks_at_once(broker: Broker, tmp_path:
         assert set(shop.ended().values()) == {1}
 
 
-def test_remote_control_from_the_command_line(broker: Broker, tmp_path: Path) -> None:
+def test_workers_answer_inspections_from_the_command_line(broker: Broker, tmp_path: Path) -> None:
     with shop_of(tmp_path, broker.url) as shop:
         for _ in range(2):
             shop.worker("-P", "solo").wait_ready()
@@ -135,8 +139,11 @@ def test_remote_control_from_the_command_line(broker: Broker, tmp_path: Path) ->
 # ---- kills ----------------------------------------------------------------------------------------------------
 
 
-def interrupted(shop: Shop, name: str, kills_ms: list[int], slack_ms: int) -> bool:
-    """True if each run of this task but the last was under way, or had just ended, when something was killed."""
+def was_interrupted(shop: Shop, name: str, kills_ms: list[int], slack_ms: int) -> bool:
+    """Check that there was a kill between each two consecutive begins of the runs of this task.
+
+    A kill up to `slack_ms` before the earlier begin counts, too. `kills_ms` has the times of the kills of processes.
+    """
     begins = sorted(run["ms"] for run in shop.runs() if (run["name"], run["what"]) == (name, "begin"))
     return all(
         any(begin - slack_ms <= kill <= later for kill in kills_ms)
@@ -171,7 +178,7 @@ def test_no_task_is_lost_when_workers_and_the_broker_are_killed(tmp_path: Path, 
                     alive.append(shop.worker(*POOLS[pool]))
                     alive[-1].wait_ready()
             eventually(lambda: len(shop.ended()) == len(names), "all tasks have run")
-            again = [name for name in names if not interrupted(shop, name, kills_ms, 1_000)]
+            again = [name for name in names if not was_interrupted(shop, name, kills_ms, 1_000)]
             assert not again, f"ran twice without a kill: {again}"
     finally:
         broker.stop()
@@ -181,7 +188,9 @@ def test_no_task_is_lost_when_workers_and_the_broker_are_killed(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("system", ["timeball", "redis"])
-def test_an_eta_beyond_the_visibility_timeout(tmp_path: Path, system: str) -> None:
+def test_only_redis_repeats_a_task_whose_eta_is_beyond_the_visibility_timeout(
+    tmp_path: Path, system: str
+) -> None:
     """A second worker starts while the first one holds the task, as in a deployment. Redis gives it the task, too."""
     with ExitStack() as stack:
         if system == "redis":
@@ -204,7 +213,7 @@ def test_an_eta_beyond_the_visibility_timeout(tmp_path: Path, system: str) -> No
 
 
 def test_pending_tasks_are_moved_from_redis(broker: Broker, tmp_path: Path) -> None:
-    """Some that a worker had fetched, some that none had fetched, and some without an ETA."""
+    """Thirteen tasks with an ETA are moved, of which a worker has fetched eight. One without an ETA stays in Redis."""
     with redis_server(tmp_path) as port:
         url, target = f"redis://127.0.0.1:{port}/0", ["--endpoint", broker.endpoint, "--json"]
         with shop_of(tmp_path, url, task_default_queue="mail.high") as old:
@@ -222,8 +231,8 @@ def test_pending_tasks_are_moved_from_redis(broker: Broker, tmp_path: Path) -> N
                 done = timeball("import", "celery", "--from", url, *words, *target)
                 assert done.returncode == 0, done.stderr
                 moved = json.loads(done.stdout)
-                assert moved["moved"] == (0 if moved["moved"] == 0 else 13) and moved["left"] == 1
-            assert moved["moved"] == 0, "the last one finds none"
+                assert moved["moved"] in (0, 13) and moved["left"] == 1
+            assert moved["moved"] == 0, "the last import finds no task"
     with (
         Timeball(broker.endpoint) as ball,
         shop_of(tmp_path, broker.url, task_default_queue="mail.high") as new,
@@ -242,15 +251,16 @@ def test_the_commands_of_the_page_run_unchanged(broker: Broker, tmp_path: Path) 
     commands = [
         line for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()
     ]
-    assert commands[0] == f"timeball serve --data {PAGE_DATA}"  # `broker` is one
+    assert commands[0] == f"timeball serve --data {PAGE_DATA}"  # its work is done by the fixture `broker`
     for name, code in re.findall(r'^```python title="(\w+\.py)"\n(.*?)^```', text, re.M | re.S):
+        # The delay of 5 s in the page is 1 s here.
         (tmp_path / name).write_text(code.replace(PAGE_URL, f"127.0.0.1:{broker.port}").replace("=5)", "=1)"))
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(tmp_path))
         log = stack.enter_context((tmp_path / "log").open("w"))
         place = {"env": environment(), "cwd": tmp_path}
 
-        def running(command: str) -> None:
+        def run_until_the_end(command: str) -> None:
             """Run one of Celery's programs until the end of the test."""
             words = command.replace("celery", f"{sys.executable} -m celery", 1).split()
             process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **place)  # type: ignore[call-overload]
@@ -258,7 +268,7 @@ def test_the_commands_of_the_page_run_unchanged(broker: Broker, tmp_path: Path) 
             stack.callback(process.terminate)
 
         worker, look, *imports, beat = commands[1:6]
-        running(worker)
+        run_until_the_end(worker)
         placed = subprocess.run(
             [sys.executable, "place_orders.py"], capture_output=True, text=True, check=False, **place  # type: ignore[call-overload]
         )  # fmt: skip
@@ -279,7 +289,7 @@ def test_the_commands_of_the_page_run_unchanged(broker: Broker, tmp_path: Path) 
             )  # fmt: skip
             assert done.returncode == 0 and done.stdout.startswith(outcome), done.stderr
         ball.schedules.delete("bakery-bread")
-        running(beat)
+        run_until_the_end(beat)
         eventually(lambda: len(ball.schedules.all()) == 3, "the schedules that beat stores")
         assert len(commands) == 8
         for move in commands[6:]:

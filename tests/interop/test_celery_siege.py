@@ -52,7 +52,10 @@ BODY_BYTES = 800  # of a task with one argument
 
 
 class Redis:
-    """A Redis that syncs each command, and keeps its port and its folder."""
+    """A Redis that syncs each command, and keeps its port and its folder.
+
+    It has the methods of ManualBroker that `besiege` calls.
+    """
 
     def __init__(self, folder: Path) -> None:
         program = shutil.which("redis-server")
@@ -70,6 +73,7 @@ class Redis:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
+        """Start the server, and wait until it answers."""
         import redis
 
         def answers() -> bool:
@@ -85,28 +89,31 @@ class Redis:
         self._process.kill()
         self._process.wait(BOUND_S)
 
-    stop = kill
+    stop = kill  # its data is not needed any more
 
     def now(self) -> datetime:
+        """Return the time by which tasks become due."""
         return datetime.now(UTC)
 
     def wait(self, duration: timedelta) -> None:
+        """Wait until the server's time has advanced by `duration`."""
         time.sleep(duration.total_seconds())
 
     def breathe(self, seconds: float) -> None:
+        """Let the workers go on for some seconds."""
         time.sleep(seconds)
 
 
 # ---- runs of tasks --------------------------------------------------------------------------------------------
 
 
-def doubled(runs: list[dict[str, Any]], killed_ms: dict[int, int]) -> list[str]:
+def find_doubled(runs: list[dict[str, Any]], killed_ms: dict[int, int]) -> list[str]:
     """Return the names of tasks that ran again although the worker of the earlier run was not killed during it.
 
-    `killed_ms` has the time at which a worker was killed. A kill shortly after the end of a run is no fault, because
-    the run may not be acknowledged yet.
+    `killed_ms` has the times of kills by the worker's process id. A kill shortly after the end of a run is no fault,
+    because the run may not be acknowledged yet.
     """
-    found, by_name = [], dict[str, list[dict[str, Any]]]()
+    doubled, by_name = [], dict[str, list[dict[str, Any]]]()
     for run in runs:
         by_name.setdefault(run["name"], []).append(run)
     for name, events in by_name.items():
@@ -119,14 +126,15 @@ def doubled(runs: list[dict[str, Any]], killed_ms: dict[int, int]) -> list[str]:
                 for event in events
                 if event["what"] == "end" and event["pid"] == run["pid"] and event["ms"] >= run["ms"]
             ]
-            end_ms = min(ends_ms, default=run["ms"] + 10**9)
+            end_ms = min(ends_ms, default=run["ms"] + 10**9)  # a run that has not ended was still under way
             died_ms = killed_ms.get(run["worker"])
             if died_ms is None or not run["ms"] <= died_ms <= end_ms + ACKNOWLEDGED_MS:
-                found.append(name)
-    return found
+                doubled.append(name)
+    return doubled
 
 
 def test_a_task_that_runs_twice_is_noticed() -> None:
+    """The second run of `twice` begins after the end of the first. The two runs of `beside` are at the same time."""
     runs = [
         {"name": name, "what": what, "ms": ms, "pid": pid, "worker": pid}
         for name, what, ms, pid in [
@@ -136,12 +144,12 @@ def test_a_task_that_runs_twice_is_noticed() -> None:
             ("beside", "begin", 1, 8), ("beside", "begin", 2, 9), ("beside", "end", 3, 9), ("beside", "end", 4, 8),
         ]
     ]  # fmt: skip
-    assert doubled(runs, {7: 5_500}) == ["twice", "beside"]
+    assert find_doubled(runs, {7: 5_500}) == ["twice", "beside"]
 
 
 def report(title: str, shop: Shop, killed_ms: dict[int, int]) -> list[str]:
     """Print how often tasks ran, and return the names of the doubled ones."""
-    names = doubled(shop.runs(), killed_ms)
+    names = find_doubled(shop.runs(), killed_ms)
     begun = sum(run["what"] == "begin" for run in shop.runs())
     print(f"{title}: {TASKS} tasks, {len(killed_ms)} workers killed, {begun} runs, {len(names)} doubled")
     return names
@@ -165,7 +173,7 @@ def besiege(
             system.wait(max(due - system.now(), timedelta(0)))
         for _ in range(chance.randint(1, 4)):
             system.breathe(STEP_S)
-        if kill % 4 == 3:
+        if kill % 4 == 3:  # each fourth kill is that of the broker, the others are those of workers
             system.kill()
             system.start()
             for _ in range(int(REACHED_S / STEP_S)):
@@ -189,6 +197,7 @@ def besiege(
 
 @contextmanager
 def started(make: Callable[[Path], ManualBroker | Redis], folder: Path) -> Iterator[ManualBroker | Redis]:
+    """Run a broker or a Redis with its data in `folder`."""
     system = make(folder)
     try:
         yield system
@@ -197,7 +206,8 @@ def started(make: Callable[[Path], ManualBroker | Redis], folder: Path) -> Itera
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_etas_beyond_the_visibility_timeout_under_kills(tmp_path: Path, pool: str) -> None:
+def test_a_task_with_a_far_eta_is_repeated_only_if_its_worker_is_killed(tmp_path: Path, pool: str) -> None:
+    """The ETA is beyond the visibility timeout."""
     options = {"lease_ms": LEASE_MS, "visibility_timeout": VISIBILITY.total_seconds()}
     with (
         started(ManualBroker, tmp_path / "data") as system,
@@ -209,7 +219,8 @@ def test_etas_beyond_the_visibility_timeout_under_kills(tmp_path: Path, pool: st
 @only_in_a_siege
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("pool", POOLS)
-def test_etas_beyond_the_visibility_timeout_on_redis_under_kills(tmp_path: Path, pool: str) -> None:
+def test_on_redis_each_task_with_a_far_eta_runs_under_kills(tmp_path: Path, pool: str) -> None:
+    """The ETA is beyond the visibility timeout. The test prints how many tasks are doubled."""
     eta_s = KILLS * REDIS_ETA_PER_KILL_S
     options = {"visibility_timeout": eta_s / 2}
     with (
@@ -238,7 +249,7 @@ def test_redis_doubles_a_task_that_waits_longer_than_the_visibility_timeout(tmp_
 
 
 def test_pending_tasks_take_no_memory_of_a_worker(tmp_path: Path) -> None:
-    """The worker starts while so many tasks with an ETA are pending."""
+    """The second worker starts while PENDING tasks with an ETA are pending."""
     with started(ManualBroker, tmp_path / "data") as system, shop_of(tmp_path, system.url) as shop:
         assert isinstance(system, ManualBroker)
         without_mb = _memory_mb(shop, "without")

@@ -26,6 +26,7 @@ def test_an_early_message_is_noticed() -> None:
 
 
 def test_a_row_that_comes_early_is_noticed() -> None:
+    """A row without a due time is that of a message whose lease has ended, here 1,000 ms after its first delivery."""
     assert came_early({"store_ms": 999, "due_ms": 1_000})
     assert not came_early({"store_ms": 1_000, "due_ms": 1_000})
     ended = {"due_ms": None, "properties": "1ST_POP_TIME\x01500\x02"}
@@ -33,8 +34,8 @@ def test_a_row_that_comes_early_is_noticed() -> None:
     assert not came_early({"store_ms": 1_500, **ended}, 1_000)
 
 
-def test_no_two_tests_share_a_topic() -> None:
-    """Topics and groups have the names of the test and of the client. Tests with equal names would share messages."""
+def test_no_two_tests_over_grpc_share_a_topic() -> None:
+    """Topics and groups have the names of the test and of the client. Tests with one name would share messages."""
     modules = [path.read_text() for path in Path(__file__).parent.glob("test_grpc_*.py")]
     counts = Counter(name for text in modules for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE))
     assert counts and max(counts.values()) == 1, counts.most_common(3)
@@ -51,6 +52,8 @@ def test_a_doubled_message_is_noticed() -> None:
 
 @pytest.fixture
 def no_such_client(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Add a client that is missing and not required, and return its name."""
+
     def fail() -> list[str]:
         raise Missing("there is no absent client here")
 

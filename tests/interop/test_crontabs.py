@@ -14,7 +14,7 @@ from tests.node_fixture import running_node
 
 pytestmark = pytest.mark.interop
 
-# File -> times of the rules -> programs, of which the names are made.
+# By file and by the times of a rule: the program after which the schedule is named.
 SCHEDULES = {
     "crontab": {
         "17 * * * *": "cron-hourly",
@@ -29,12 +29,12 @@ SCHEDULES = {
     "php": {"09,39 * * * *": "sessionclean"},
     "anacron": {"30 7-23 * * *": "anacron"},
 }
-HASH = re.compile(r"-[0-9a-f]{6}\Z")
-REFUSED = {"logcheck"}  # `@reboot`, beside an entry of each hour
+HASH = re.compile(r"-[0-9a-f]{6}\Z")  # at the end of a schedule's name
+REFUSED = {"logcheck"}  # of its two entries, the one with `@reboot` is refused
 
 
 def crontabs() -> list[Path]:
-    """The crontabs of all packages."""
+    """Return the files of all packages with a crontab. Skip the test if a package is Missing."""
     try:
         folders = [package(name) / "etc" for name in names()]
     except Missing as missing:
@@ -42,8 +42,8 @@ def crontabs() -> list[Path]:
     return sorted(file for each in folders for file in [*each.glob("crontab"), *each.glob("cron.d/[a-z]*")])
 
 
-def test_crontabs_of_packages_are_imported(tmp_path: Path) -> None:
-    found: dict[str, dict[str, str]] = {}
+def test_crontabs_of_packages_are_imported_except_reboot_entries(tmp_path: Path) -> None:
+    schedules: dict[str, dict[str, str]] = {}
     with running_node(tmp_path / "data", http_port=0) as node:
         for file in crontabs():
             ended = run_here(
@@ -58,10 +58,10 @@ def test_crontabs_of_packages_are_imported(tmp_path: Path) -> None:
             assert ended.returncode == (1 if refused else 0) and bool(refused) == (file.name in REFUSED)
             assert all(line["user"] and line["body"] for line in lines)
             assert len({line["name"] for line in lines}) == len(lines)
-            found[file.name] = {
+            schedules[file.name] = {
                 line["rule"]["cron"]: HASH.sub("", line["name"]).removeprefix(f"{file.name}-")
                 for line in lines
                 if line["rule"]
             }
-    assert {name: found.get(name) for name in SCHEDULES} == SCHEDULES
-    assert found.keys() >= SCHEDULES.keys() | REFUSED
+    assert {name: schedules.get(name) for name in SCHEDULES} == SCHEDULES
+    assert schedules.keys() >= SCHEDULES.keys() | REFUSED

@@ -10,12 +10,13 @@ from tests.interop.drivers import ClientError
 from tests.interop.grpc_conversation import ALL, PYTHON, WITH_GO, GrpcConversation
 from tests.interop.stock_broker import StockBroker
 
+from timeball.broker.registry.topics import READ, WRITE
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model import limits
 
 pytestmark = pytest.mark.interop
 
-ILLEGAL_DELIVERY_TIME = 40012
+ILLEGAL_TOPIC, ILLEGAL_DELIVERY_TIME, FORBIDDEN, TOPIC_NOT_FOUND = 40002, 40012, 40300, 40402
 Talks = Callable[..., GrpcConversation]
 
 
@@ -82,7 +83,7 @@ def test_clients_refuse_a_message_of_another_type_than_the_topic_s(
     talks: Talks, broker: StockBroker, name: str
 ) -> None:
     """The route contains the topic's attribute message.type."""
-    config = {"topic": f"{name}-topic", "readQueueNums": 1, "writeQueueNums": 1, "perm": 6}
+    config = {"topic": f"{name}-topic", "readQueueNums": 1, "writeQueueNums": 1, "perm": READ | WRITE}
     answer = broker.request(
         RequestCode.UPDATE_AND_CREATE_TOPIC, **config, attributes="+message.type=DELAY", defaultTopic="TBW102",
         topicFilterType="SINGLE_TAG",
@@ -98,12 +99,12 @@ def test_clients_refuse_a_message_of_another_type_than_the_topic_s(
 
 @pytest.mark.parametrize("talks", ALL, indirect=True)
 def test_a_send_to_a_topic_with_a_reserved_name_is_refused(talks: Talks) -> None:
-    """Some clients check the name themselves, the others get the refusal of the broker."""
+    """Some clients refuse the name themselves, others report the refusal of the broker."""
     talk = talks()
     with pytest.raises(ClientError) as refused:
         talk.call("send", topic="SCHEDULE_TOPIC_XXXX", body="no")
     if talk.which == PYTHON:
-        # It reports only the topic of a refused route, and the broker's text for a refused send.
+        # The Python client reports only the topic of a refused route, and the broker's text for a refused send.
         assert re.search(r"topic(:|\[)SCHEDULE_TOPIC_XXXX(\] is forbidden| route)", refused.value.text)
     else:
-        assert refused.value.code in (40002, 40402, 40300), refused.value
+        assert refused.value.code in (ILLEGAL_TOPIC, TOPIC_NOT_FOUND, FORBIDDEN), refused.value

@@ -21,11 +21,12 @@ Talks = Callable[..., GrpcConversation]
 
 
 def group_with(limit: int) -> Json:
+    """Return the settings of a group with this limit for each key, 0 for none."""
     return {"consumeFromMinEnable": True, "attributes": {ATTRIBUTE: str(limit)}}
 
 
 def highest_count(client: Driver, consumer: str) -> int:
-    """Wait until all messages are consumed. Return the highest number of messages with one key in work at once."""
+    """Wait until all messages are consumed. Return the highest number of messages of one key in work at once."""
 
     def is_over() -> bool:
         return sum(step < 0 for _, step in client.work(consumer)) == len(BODIES)
@@ -43,7 +44,7 @@ def highest_count(client: Driver, consumer: str) -> int:
     ("mode", "limit", "is_limited"), [("POP", LIMIT, True), ("POP", 0, False), ("PULL", LIMIT, False)]
 )
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_the_limit_for_each_key_with_a_remoting_consumer(
+def test_the_limit_for_each_key_applies_to_remoting_consumers_that_pop(
     client: Driver,
     broker: StockBroker,
     name: str,
@@ -66,7 +67,9 @@ def test_the_limit_for_each_key_with_a_remoting_consumer(
 
 @pytest.mark.parametrize(("limit", "is_limited"), [(LIMIT, True), (0, False)])
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
-def test_the_limit_for_each_key_with_a_grpc_push_consumer(talks: Talks, limit: int, is_limited: bool) -> None:
+def test_the_limit_for_each_key_applies_to_grpc_push_consumers(
+    talks: Talks, limit: int, is_limited: bool
+) -> None:
     talk = talks(queues=2, group=group_with(limit))
     for body in BODIES:
         talk.send(body, keys=body[0])
@@ -75,12 +78,12 @@ def test_the_limit_for_each_key_with_a_grpc_push_consumer(talks: Talks, limit: i
 
 
 @pytest.mark.parametrize("talks", WITH_GO, indirect=True)
-def test_the_limit_for_each_key_with_a_grpc_simple_consumer(talks: Talks) -> None:
+def test_a_grpc_simple_consumer_receives_no_message_of_a_key_at_its_limit(talks: Talks) -> None:
     talk = talks(group=group_with(LIMIT))
     for body in BODIES:
         talk.send(body, keys=body[0])
     consumer = talk.simple(wait_s=1)
-    first = BODIES[: 4 * LIMIT]
+    first = BODIES[: 4 * LIMIT]  # the first LIMIT messages of each of the four keys
     received = {message["body"]: message for message in talk.receive(consumer, first)}
     assert sorted(received) == sorted(first)
     assert talk.receive_once(consumer) == []

@@ -56,11 +56,12 @@ class Client:
         )
 
     def send_until(self, ended: threading.Event) -> None:
-        """Send one message after the other, every other one for later."""
+        """Send one message after the other until `ended` is set, every other message with a due time."""
         number, last_s = 0, time.monotonic()
         while not ended.wait(EVERY_S):
             number += 1
             body = f"{self.which} {number}"
+            # Whole seconds, rounded up, because the Python client sends whole seconds.
             later = self._later(-(-(CLOCK.wall_ms() + LATER_MS) // 1_000) * 1_000) if number % 2 else {}
             self.attempted.add(body)
             try:
@@ -73,17 +74,18 @@ class Client:
                 last_s = time.monotonic()
 
     def consumed(self) -> Counter[str]:
+        """Return how often each body was consumed."""
         return Counter(message["body"] for message in self._driver.deliveries("consumer", done=True))
 
     def check(self) -> str:
-        """Wait until all acknowledged messages have come. Return the deliveries."""
+        """Wait until all acknowledged messages are consumed. Return a line about the client for the output."""
         self._driver.wait_until(
             lambda: self.consumed().keys() >= self.acknowledged,
             lambda: f"lost: {sorted(self.acknowledged - self.consumed().keys())[:20]}",
         )
-        came = self.consumed()
-        assert came.keys() <= self.attempted, "what was never sent"
-        twice = sum(count > 1 for count in came.values())
+        consumed = self.consumed()
+        assert consumed.keys() <= self.attempted, "a message that was never sent"
+        twice = sum(count > 1 for count in consumed.values())
         return (
             f"{self.which}: {len(self.acknowledged)} acknowledged, {self.failed_calls} failed calls, {twice} twice, "
             f"longest without an acknowledgement {self.longest_s:.1f} s"
@@ -91,11 +93,12 @@ class Client:
 
 
 def topic_of(which: str) -> str:
+    """Return the name of a client's topic."""
     return f"leaders-{which.replace('_', '-')}"
 
 
 def change_leader(cluster: Cluster) -> None:
-    """Kill the leader, see another one lead, and start it again."""
+    """Kill the leader, wait until another node leads, and start the killed node again."""
     leader, epoch = cluster.leader(), cluster.epoch()
     leader.kill(signal.SIGKILL)
     cluster.leader(epoch)
@@ -120,6 +123,7 @@ def test_no_message_is_lost_over_many_leader_changes(tmp_path: Path) -> None:
         with ThreadPoolExecutor(2 * len(commands)) as pool:
 
             def live(which: str) -> str:
+                """Let a client send until `ended`, and check its messages. Return its line for the output."""
                 with driving(commands[which], dialled[which], tmp_path / which) as driver:
                     client = Client(which, driver)
                     clients.append(client)
@@ -139,7 +143,10 @@ def test_no_message_is_lost_over_many_leader_changes(tmp_path: Path) -> None:
 
 
 def wait_sends(clients: list[Client], stories: list[object], count: int) -> None:
-    """Wait until each client has been acknowledged some more sends."""
+    """Wait until all `count` clients run, and each has SENDS_BETWEEN more acknowledged sends.
+
+    `stories` are the futures of `live`. Raises the error of a client that has ended.
+    """
     while len(clients) < count:
         raise_first(stories)
         time.sleep(0.05)
@@ -150,7 +157,7 @@ def wait_sends(clients: list[Client], stories: list[object], count: int) -> None
 
 
 def raise_first(stories: list[object]) -> None:
-    """Raise the error that has ended a client."""
+    """Raise the error of a client that has ended, AssertionError for a client that has ended without an error."""
     for story in stories:
         if story.done():  # type: ignore[attr-defined]
             story.result()  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ Worker(Timeball(), "g", "orders", handle).run()
 
 
 def errors(folder: Path, **settings: Any) -> list[str]:
-    """The errors of the programs of a folder."""
+    """Return pyright's errors for the programs of a folder: "<file>:<line>: <text>". `settings` are pyright's."""
     (folder / "pyrightconfig.json").write_text(
         json.dumps({"include": ["."], "extraPaths": [str(ROOT / "src"), str(ROOT)], **settings})
     )

@@ -41,7 +41,7 @@ def test_a_delivered_message_cannot_be_recalled(client: Driver, broker: StockBro
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_a_handle_of_another_topic_is_refused(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_recall_handle_of_another_topic_is_refused(client: Driver, broker: StockBroker, name: str) -> None:
     talk = Conversation(client, broker, name)
     handle = base64.urlsafe_b64encode(
         f"v1 elsewhere timeball {broker.now_ms() + 60_000} 0A".encode()

@@ -14,7 +14,7 @@ TOOLS = [JAVA5, JAVA5_5]
 TOPIC_MISSING, GROUP_MISSING = 17, 26
 
 
-def read(talk: Conversation, broker: StockBroker, queues: int, count: int) -> str:
+def consume_all(talk: Conversation, broker: StockBroker, queues: int, count: int) -> str:
     """Start a consumer, and wait until it has consumed and committed `count` messages of each queue."""
     consumer = talk.listen()
     talk.client.wait_deliveries(consumer, queues * count)
@@ -37,13 +37,13 @@ def test_one_queue_of_a_group_is_reset_to_an_offset(
 ) -> None:
     talk = Conversation(client, broker, name, queues=3)
     send_to_each(talk, 3, 4)
-    consumer = read(talk, broker, 3, 4)
+    consumer = consume_all(talk, broker, 3, 4)
     if not connected:
         talk.stop(consumer)
     reset = {"topic": talk.topic, "group": talk.group, "broker_address": broker.remoting}
     client.call("reset_queue", **reset, queue_id=1, offset=2)
     if connected:
-        after_reset = client.wait_deliveries(consumer, 14)[12:]
+        after_reset = client.wait_deliveries(consumer, 14)[12:]  # 3 times 4 are those before the reset
     else:
         assert broker.offsets(talk.group, talk.topic) == {0: 4, 1: 2, 2: 4}
         after_reset = client.wait_deliveries(talk.listen(), 2)
@@ -61,13 +61,13 @@ def test_a_group_is_reset_to_a_time(client: Driver, broker: StockBroker, name: s
     between_ms = max(row["store_ms"] for row in broker.rows(talk.topic)) + 1
     eventually(lambda: broker.now_ms() > between_ms, "the following messages are stored later")
     send_to_each(talk, 2, 2)
-    consumer = read(talk, broker, 2, 4)
+    consumer = consume_all(talk, broker, 2, 4)
     if not connected:
         talk.stop(consumer)
     offsets = client.call("reset_to_time", topic=talk.topic, group=talk.group, at_ms=between_ms, force=True)
     assert offsets == {"0": 2, "1": 2}
     if connected:
-        after_reset = client.wait_deliveries(consumer, 12)[8:]
+        after_reset = client.wait_deliveries(consumer, 12)[8:]  # 2 times 4 are those before the reset
     else:
         assert broker.offsets(talk.group, talk.topic) == {0: 2, 1: 2}
         after_reset = client.wait_deliveries(talk.listen(), 4)

@@ -65,6 +65,7 @@ def kill_the_broker(which: str, folder: Path) -> None:
 
 
 def timer(which: str, due_ms: int) -> dict[str, object]:
+    """Return the options of a send with a due time, by the property that the client has for it."""
     return {"timer": "__STARTDELIVERTIME" if which == ALI_ONS else "TIMER_DELIVER_MS", "timer_value": due_ms}
 
 

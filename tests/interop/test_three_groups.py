@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 
 import pytest
 from tests.cli.supervised import Supervised, blocks_of_ports, run_cluster
@@ -37,7 +36,7 @@ BEFORE, AFTER = 400, 1_200  # messages
 
 @contextmanager
 def three_machines(folder: Path) -> Iterator[dict[str, Supervised]]:
-    """Start a machine for each name with all groups; each group is led by another machine."""
+    """Run three machines, by name, each with a node of each group. Each machine leads one group."""
     with EtcdCluster(folder / "etcd") as etcd:
         machines: dict[str, Supervised] = {}
         try:
@@ -67,12 +66,13 @@ def three_machines(folder: Path) -> Iterator[dict[str, Supervised]]:
 
 
 def wait_leader(machines: dict[str, Supervised], group: str) -> None:
-    first = machines[MACHINES[0]]
+    """Wait until a group has a leader."""
+    first = machines[MACHINES[0]]  # `wait` of any machine waits for a condition
     first.wait(lambda: [each for each in machines.values() if each.events(event="leads", group=group)])
 
 
 class Producer:
-    """Sends from several threads, one message after the other in each; a call that fails is kept."""
+    """RocketMQ's producer. Any thread may send. `sent` has the results by body, and `failures` the failed calls."""
 
     def __init__(self, client: Driver) -> None:
         self._client = client
@@ -82,6 +82,7 @@ class Producer:
         client.call("producer", name="producer", group="producers")
 
     def send(self, body: str) -> None:
+        """Send a message, note the result or the error, and the duration of the slowest call."""
         begin_s = time.monotonic()
         try:
             sent = self._client.call("send", producer="producer", topic=TOPIC, body=body)
@@ -92,20 +93,19 @@ class Producer:
         self.slowest_s = max(self.slowest_s, time.monotonic() - begin_s)
 
 
-def test_one_machine_of_three_is_killed(tmp_path: Path) -> None:
+def test_no_send_fails_and_no_message_is_lost_when_one_of_three_machines_is_killed(tmp_path: Path) -> None:
     need_etcd()
     start = command(JAVA5)
     with three_machines(tmp_path) as machines:
         name_servers = ";".join(f"127.0.0.1:{each.ports['name-server-port']}" for each in machines.values())
         with driving(start, name_servers, tmp_path / "home") as client, ThreadPoolExecutor(THREADS) as pool:
             client.call("consumer", name="consumer", group="consumers", topic=TOPIC, expression="*")
-            producer, killed = Producer(client), Event()
+            producer = Producer(client)
             list(pool.map(producer.send, [f"before {n}" for n in range(BEFORE)]))
             assert {sent["broker"] for sent in producer.sent.values()} == set(GROUPS)
             kill = pool.submit(machines["c"].kill)
             list(pool.map(producer.send, [f"after {n}" for n in range(AFTER)]))
             kill.result()
-            killed.set()
 
             def consumed() -> Counter[str]:
                 return Counter(message["body"] for message in client.deliveries("consumer", done=True))

@@ -24,12 +24,12 @@ pytestmark = pytest.mark.interop
 
 FORMER = "2025.2"
 LOCALS = ("2030-01-31T09:00:00", "2030-07-31T09:00:00")
-# Changed between the two versions.
+# The winter time of this zone in 2030 differs between the two versions, its summer time does not.
 CHANGED = "America/Vancouver"
 
 
 def due_times(endpoint: str) -> dict[str, int]:
-    """Read the due times of all pending messages, by id."""
+    """Read the due times of all pending messages in ms, by id, page by page."""
     found: dict[str, int] = {}
     page = ""
     while True:
@@ -51,6 +51,7 @@ def packages() -> Path:
 
 
 def test_local_times_of_all_zones_follow_an_update(tmp_path: Path, packages: Path) -> None:
+    """Messages and schedules with local times are moved and reported. Messages with instants keep their due times."""
     zones = (packages / "tzdata" / "zones").read_text().split()
     messages = {f"{zone}_{local}": (zone, local) for zone in zones for local in LOCALS}
     data = tmp_path / "data"
@@ -77,17 +78,17 @@ def test_local_times_of_all_zones_follow_an_update(tmp_path: Path, packages: Pat
     assert {key: after[key] for key in messages} == expected
     moved = {key for key in messages if before[key] != expected[key]}
     assert f"{CHANGED}_{LOCALS[0]}" in moved and f"{CHANGED}_{LOCALS[1]}" not in moved
-    first = {schedule.name: schedule.next.due_ms for schedule in schedules if schedule.next is not None}
-    due_first = {f"zone-{n}": expected[f"{zone}_{LOCALS[0]}"] for n, zone in enumerate(zones)}
-    assert first == due_first
+    next_due_ms = {schedule.name: schedule.next.due_ms for schedule in schedules if schedule.next is not None}
+    expected_next_due_ms = {f"zone-{n}": expected[f"{zone}_{LOCALS[0]}"] for n, zone in enumerate(zones)}
+    assert next_due_ms == expected_next_due_ms
     assert shown.tzdata == VERSION and shown.update is not None
     assert (shown.update.former, shown.update.tzdata) == (FORMER, VERSION)
     reported = {(each.zone, each.before_ms, each.after_ms): each for each in shown.update.moved}
     assert sum(each.messages for each in shown.update.moved) == len(moved)
     moved_schedules = [zone for zone in zones if f"{zone}_{LOCALS[0]}" in moved]
     assert sum(each.schedules for each in shown.update.moved) == len(moved_schedules)
-    vancouver = f"{CHANGED}_{LOCALS[0]}"
-    assert reported[CHANGED, before[vancouver], after[vancouver]].messages == 1
+    changed_key = f"{CHANGED}_{LOCALS[0]}"
+    assert reported[CHANGED, before[changed_key], after[changed_key]].messages == 1
     # After another start with the same version, nothing is moved.
     with broker_with(data) as endpoint, Timeball(endpoint) as ball:
         assert (due_times(endpoint), ball.schedules.zones()) == (after, shown)

@@ -37,17 +37,18 @@ NAMES = ["batches of 32, 8x8", "pulls of 32, 8x4, first read", "pulls of 32, 8x4
 
 @pytest.fixture
 def generator(tmp_path: Path) -> Generator:
+    """The load generator. Skips the test without the tools of `make versus`."""
     command("versus")
     return Generator(tmp_path)
 
 
 def processes_in(folder: Path, word: str = "") -> list[int]:
-    """Return the processes whose command names the folder, and has this word in it."""
+    """Return the ids of the processes whose command contains the path of a folder, and a word."""
     commands = {each.pid: " ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])}
     return [process for process, text in commands.items() if str(folder) in text and word in text]
 
 
-def test_ctrl_c_ends_all_it_has_started(tmp_path: Path) -> None:
+def test_ctrl_c_ends_each_process_of_a_comparison(tmp_path: Path) -> None:
     command("versus")
     running = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.versus", "--small", "--rows", "batch"],
@@ -85,7 +86,7 @@ def test_a_small_comparison_runs_and_leaves_no_process(tmp_path: Path) -> None:
 
 @contextmanager
 def started(start: delivery.Start, folder: Path) -> Iterator[Peer]:
-    """A broker that is up. Skips the test if it is not installed here."""
+    """Run a broker. Skip the test if it is not installed here."""
     try:
         peer = start.make(folder, "sync")
         peer.start()
@@ -126,7 +127,7 @@ def test_each_broker_answers_small_calls(start: delivery.Start, tmp_path: Path) 
 
 @contextmanager
 def answering(answer: Callable[[Command], Command]) -> Iterator[str]:
-    """A server of one connection, in a thread."""
+    """Run a server of one connection, which answers each command with the result of `answer`. Yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -135,7 +136,7 @@ def answering(answer: Callable[[Command], Command]) -> Iterator[str]:
             with connection:
                 while data := connection.recv(65_536):
                     answers = [answer(decode(frame)) for frame in splitter.feed(data)]
-                    # In reverse: an answer is known by its opaque, not by its turn.
+                    # In reverse order, because the opaque tells to which request an answer belongs.
                     connection.sendall(b"".join(encode(each) for each in reversed(answers)))
 
         thread = threading.Thread(target=serve)
@@ -148,7 +149,7 @@ SENDS = [send_request(number, JSON) for number in range(40)]
 
 
 def test_an_answer_with_a_wrong_code_is_counted_and_noticed(generator: Generator) -> None:
-    """The control of each row: a broker that refuses every fourth message is not measured as one that takes it."""
+    """The control of each row: the messages that a broker refuses are not counted as sent."""
     with answering(lambda asked: Command(2 if asked.opaque % 4 == 0 else 0, asked.opaque, flag=1)) as address:
         outcome = generator.run(address, SENDS, (1, 8), 30.0, limit=40)
     assert (outcome.answers, outcome.messages, outcome.failures) == (40, 30, 10)
@@ -156,7 +157,7 @@ def test_an_answer_with_a_wrong_code_is_counted_and_noticed(generator: Generator
 
 
 def test_a_pull_with_too_few_messages_is_counted_and_noticed(generator: Generator) -> None:
-    """The control of pulls: code 0 is not enough."""
+    """The control of pulls: an answer with code 0 and 31 of 32 messages is a failure."""
     pulls = [pull_request(0, 32 * number, 32, number + 1) for number in range(4)]
     stored = (100).to_bytes(4, "big") + bytes(96)
 

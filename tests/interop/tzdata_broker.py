@@ -14,7 +14,7 @@ from tests.interop.environments import LOCKS, fetch, kept
 
 
 def tzdata(version: str) -> Path:
-    """A folder with this version of tzdata and nothing else."""
+    """Return a folder with this version of tzdata and nothing else. Raise Missing if it cannot be fetched."""
     lock = LOCKS / f"tzdata-{version}.txt"
 
     def make(folder: Path) -> None:
@@ -26,7 +26,10 @@ def tzdata(version: str) -> Path:
 
 @contextmanager
 def broker_with(data: Path, packages: Path | None = None) -> Iterator[str]:
-    """Run a broker, which finds `packages` before the installed ones. Yields its HTTP address, and kills it after."""
+    """Run a broker that finds the packages in `packages` before the installed ones. Yields its HTTP address.
+
+    At the end of the block the broker is killed.
+    """
     path = [str(SRC)] if packages is None else [str(packages), str(SRC)]
     arguments = ["serve", "--json", "--port", "0", "--data", str(data)]
     with running(*arguments, PYTHONPATH=os.pathsep.join(path)) as server:

@@ -15,7 +15,7 @@ from tests.edges.grpc.sending import BORN_MS, message, refused, rows, send_reque
 from tests.edges.grpc.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.broker.registry.topics import TopicConfig
+from timeball.broker.registry.topics import READ, WRITE, TopicConfig
 from timeball.broker.revoking.cancel import decode_handle
 from timeball.edges.grpc._generated import definition_pb2 as definition
 from timeball.edges.grpc.handlers.sends import MESSAGES_MAX
@@ -242,7 +242,7 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
     ({"message_type": Type.TRANSACTION, "message_group": "g"}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
     ({"message_type": Type.LITE}, Code.UNSUPPORTED),
     ({"message_type": Type.PRIORITY}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
-    ({"message_type": 77}, Code.UNSUPPORTED),
+    ({"message_type": 77}, Code.UNSUPPORTED),  # no member of the enumeration
     ({"lite_topic": "l"}, Code.UNSUPPORTED),
     ({"priority": 1, "message_type": Type.NORMAL}, Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE),
     ({"priority": -1, "message_type": Type.PRIORITY}, Code.BAD_REQUEST),
@@ -324,18 +324,19 @@ def test_only_an_accepted_message_creates_its_topic(node: RunningNode, wire: Wir
         refused(wire, message(**{"topic": f"topic-{n}", **fields}))
     assert node.broker.topics() == before
     later_ms = node.broker.status()["now_ms"] + 60_000  # type: ignore[operator]
-    for n, fields in enumerate(
-        ({}, {"due_ms": later_ms}, {"message_type": 2, "message_group": "g"}, {"message_type": 4})
-    ):
+    fields_of_sends: list[dict[str, Any]] = [
+        {}, {"due_ms": later_ms}, {"message_type": Type.FIFO, "message_group": "g"}, {"message_type": Type.TRANSACTION},
+    ]  # fmt: skip
+    for n, fields in enumerate(fields_of_sends):
         sent(wire, message(topic=f"new-{n}", **fields))
         assert node.broker.topics()[f"new-{n}"] == {"queues": node.settings.queues_per_topic}
 
 
 def test_changed_permissions_of_a_topic_apply_to_the_next_message(node: RunningNode, wire: Wire) -> None:
     sent(wire, message())
-    node.broker.tables.topics.configure("orders", TopicConfig(perm=4))
+    node.broker.tables.topics.configure("orders", TopicConfig(perm=READ))
     assert refused(wire, message())[0] == Code.FORBIDDEN
-    node.broker.tables.topics.configure("orders", TopicConfig(perm=6))
+    node.broker.tables.topics.configure("orders", TopicConfig(perm=READ | WRITE))
     sent(wire, message())
 
 
@@ -371,8 +372,11 @@ def test_without_type_checks_a_topic_accepts_all_types(tmp_path: Path) -> None:
 
 def test_an_unspecified_type_is_derived_from_the_fields(node: RunningNode, wire: Wire) -> None:
     node.broker.tables.topics.configure("fifo", TopicConfig(attributes={"message.type": "FIFO"}))
-    sent(wire, message(topic="fifo", message_type=0, message_group="g"))
-    assert refused(wire, message(topic="fifo", message_type=0))[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+    sent(wire, message(topic="fifo", message_type=Type.MESSAGE_TYPE_UNSPECIFIED, message_group="g"))
+    assert (
+        refused(wire, message(topic="fifo", message_type=Type.MESSAGE_TYPE_UNSPECIFIED))[0]
+        == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
+    )
 
 
 # ---- many at a time -------------------------------------------------------------------------------------------

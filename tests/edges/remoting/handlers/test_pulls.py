@@ -16,6 +16,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
+from timeball.broker.registry.topics import READ, WRITE
 from timeball.edges.remoting.calls import Call
 from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import (
@@ -402,9 +403,9 @@ def test_a_change_of_topic_or_group_applies_to_the_next_plain_pull(node: Running
         assert len(bodies(pulled(wire))) == 1
     topic = {"topic": "orders", "defaultTopic": "TBW102", "readQueueNums": 8, "writeQueueNums": 8}
     topic |= {"topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": "false"}
-    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=2)
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=WRITE)
     assert pulled(wire).code == ResponseCode.NO_PERMISSION
-    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=6)
+    wire.ask_ok(RequestCode.UPDATE_AND_CREATE_TOPIC, **topic, perm=READ | WRITE)
     assert len(bodies(pulled(wire))) == 1
     config = {"groupName": "group", "consumeEnable": False}
     wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)

@@ -13,7 +13,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire, json_body
 from tests.node_fixture import RunningNode
 
-from timeball.broker.registry.topics import TopicConfig
+from timeball.broker.registry.topics import READ, TopicConfig
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.handlers.admin.topics import ORDER_NAMESPACE, TopicAdmin
 from timeball.model import limits
@@ -48,18 +48,18 @@ def test_a_created_topic_has_its_configuration(wire: Wire) -> None:
 
 def test_a_change_keeps_attributes_that_it_does_not_name(wire: Wire) -> None:
     wire.ask_ok(UPDATE, **update_header(attributes="+message.type=DELAY"))
-    wire.ask_ok(UPDATE, **update_header(perm=4, readQueueNums=8))
+    wire.ask_ok(UPDATE, **update_header(perm=READ, readQueueNums=8))
     result = json_body(wire.ask_ok(GET_ONE, topic="orders"))
-    assert (result["perm"], result["readQueueNums"]) == (4, 8)
+    assert (result["perm"], result["readQueueNums"]) == (READ, 8)
     assert result["attributes"] == {"message.type": "DELAY"}
     wire.ask_ok(UPDATE, **update_header(attributes="-message.type"))
     assert json_body(wire.ask_ok(GET_ONE, topic="orders"))["attributes"] == {}
 
 
 def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(UPDATE, **update_header(perm=4))
+    wire.ask_ok(UPDATE, **update_header(perm=READ))
     saved = rows_of(node.node.broker, "topic/")
-    assert saved["orders"]["config"]["perm"] == 4
+    assert saved["orders"]["config"]["perm"] == READ
 
 
 @pytest.mark.parametrize(
