@@ -28,6 +28,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def send(node: RunningNode, topic: str, count: int = 1, body: bytes = COMPRESSED) -> None:
+    """Send `count` compressed messages over remoting."""
     with Wire.to(node) as wire:
         for number in range(count):
             properties = {"UNIQ_KEY": f"{topic}-{number}"}
@@ -35,6 +36,7 @@ def send(node: RunningNode, topic: str, count: int = 1, body: bytes = COMPRESSED
 
 
 def receive(node: RunningNode, topic: str) -> list[dict[str, Any]]:
+    """Receive the messages of a topic over HTTP."""
     with client_of(node) as client:
         messages: list[dict[str, Any]] = client.receive(topic).value["messages"]
         return messages

@@ -61,7 +61,10 @@ class Kind:
 
 
 def configured(perm: int, **queues: int) -> Callable[[RunningNode, str], None]:
+    """Return a preparation that creates the topic with these permissions and queues."""
+
     def prepare(node: RunningNode, name: str) -> None:
+        """Create the topic."""
         config = TopicConfig(**{"read_queues": 1, "write_queues": 1, "perm": perm, **queues})
         node.run(_on_loop(lambda: node.broker.tables.topics.configure(name, config)))
 
@@ -69,15 +72,17 @@ def configured(perm: int, **queues: int) -> Callable[[RunningNode, str], None]:
 
 
 def unprepared(node: RunningNode, name: str) -> None:
-    pass
+    """Leave the topic as it is, which mostly means missing."""
 
 
 def deleted(node: RunningNode, name: str) -> None:
+    """Create the topic, and delete it."""
     configured(READ | WRITE)(node, name)
     node.run(_on_loop(lambda: node.broker.tables.topics.delete(name, node.broker.log.writer.next_seq)))
 
 
 def with_group(node: RunningNode, name: str) -> None:
+    """Register the group of a retry or dead letter topic, and create a dead letter topic."""
     group = name.removeprefix("%RETRY%").removeprefix("%DLQ%")
     node.run(_on_loop(lambda: node.broker.policy.register(group, ANONYMOUS)))
     if name.startswith("%DLQ%"):
@@ -85,6 +90,7 @@ def with_group(node: RunningNode, name: str) -> None:
 
 
 async def _on_loop(act: Callable[[], Any]) -> None:
+    """Run an act in the node's loop."""
     act()
 
 
@@ -118,13 +124,18 @@ WITHOUT_AUTO_CREATION = {
 
 
 class Http:
-    """Timeball's client, over HTTP."""
+    """Timeball's client, over HTTP.
+
+    As in the other three classes, `send` and `read` return the outcome of one call, and `delayed_send` that of a send
+    and the verdict of a cancel or recall after it (None without a message).
+    """
 
     def __init__(self, node: RunningNode) -> None:
         self.node, self.ball = node, node.client()
         self.close = self.ball.close
 
     def _outcome(self, act: Callable[[], object]) -> str:
+        """Return OK, or the outcome of the error that an act raises."""
         try:
             act()
         except TimeballError as error:
@@ -242,6 +253,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def _by_level() -> Any:
+    """Return a message with a delay level."""
     return pa.record_batch({"topic": ["levels"], "body": [b"x"], "delay_level": pa.array([18], pa.int32())})
 
 
@@ -264,13 +276,14 @@ def outcomes_by_edge(node: RunningNode, edges: dict[str, Any], kind: Kind, verb:
     return outcomes
 
 
-def expected(node: RunningNode, kind: Kind) -> str:
+def expected_send(node: RunningNode, kind: Kind) -> str:
+    """Return the expected outcome of a send to a topic of this kind."""
     return kind.send if node.settings.auto_create_topics else WITHOUT_AUTO_CREATION.get(kind.name, kind.send)
 
 
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.name[:40])
 def test_all_edges_answer_a_send_alike(node: RunningNode, edges: dict[str, Any], kind: Kind) -> None:
-    assert outcomes_by_edge(node, edges, kind, "send") == dict.fromkeys(EDGES, expected(node, kind))
+    assert outcomes_by_edge(node, edges, kind, "send") == dict.fromkeys(EDGES, expected_send(node, kind))
 
 
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.name[:40])
@@ -279,9 +292,9 @@ def test_all_edges_answer_a_delayed_send_and_its_cancel_alike(
 ) -> None:
     outcomes = outcomes_by_edge(node, edges, kind, "delayed_send")
     assert {name: outcome for name, (outcome, _) in outcomes.items()} == dict.fromkeys(
-        EDGES, expected(node, kind)
+        EDGES, expected_send(node, kind)
     )
-    if expected(node, kind) == OK and not kind.name.startswith("%"):
+    if expected_send(node, kind) == OK and not kind.name.startswith("%"):
         # Messages for a retry topic get no recall handle over remoting, and no id by which they could be cancelled.
         assert {name: verdict for name, (_, verdict) in outcomes.items()} == dict.fromkeys(EDGES, "cancelled")
 

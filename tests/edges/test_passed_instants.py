@@ -42,6 +42,7 @@ def send_late(node: RunningNode, edge: str, topic: str) -> tuple[str, str]:
 
 
 def delivered(node: RunningNode, topic: str) -> bool:
+    """Check that the message is in its queue."""
     return topic in node.broker.topics() and node.broker.queues(topic)[0][1] == 1
 
 

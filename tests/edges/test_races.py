@@ -50,16 +50,19 @@ class Race:
         return self.node.broker.clock.now_ms()
 
     def cancel(self, ball: Timeball, key: str, due_ms: int) -> None:
+        """Cancel a message over HTTP, and record the answer."""
         with self.recorder.call(key) as call:
             verdict = ball.cancel(key)
             call.told(verdict.verdict, verdict.seq, verdict.at_ms)
 
     def move(self, ball: Timeball, key: str, due_ms: int) -> None:
+        """Reschedule a message over HTTP, and record the answer."""
         with self.recorder.call(key) as call:
             verdict: Verdict = ball.reschedule(key, at=due_ms + MOVED_MS)
             call.told(verdict.verdict, verdict.seq, verdict.at_ms, verdict.due_ms)
 
     def recall(self, wire: Wire, key: str, due_ms: int) -> None:
+        """Recall a message over remoting, and record the answer."""
         handle = encode_handle(TOPIC, "timeball", due_ms, key)
         with self.recorder.call(key) as call:
             response = wire.ask(

@@ -34,6 +34,7 @@ def exchange(
     """Build a call of a send stream that sends a batch `times` times. `written`: options of the IPC writer."""
 
     def call(client: flight.FlightClient, options: Any) -> None:
+        """Send the batch `times` times. Always raise an error: that of the call, or RuntimeError with the refusals."""
         given = batch()
         write = pa.ipc.IpcWriteOptions(**written)
         both = flight.FlightCallOptions(timeout=BOUND_S, headers=options.headers, write_options=write)

@@ -57,6 +57,7 @@ def root(node: RunningNode) -> Iterator[Timeball]:
 
 
 def signed(secret: str = "shop secret 1") -> list[tuple[bytes, bytes]]:
+    """Return the headers of a call that the account `shop` signs as RocketMQ's gRPC clients do."""
     date = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     digest = hmac.new(secret.encode(), date.encode(), hashlib.sha1).hexdigest()
     text = f"MQv2-HMAC-SHA1 Credential=shop, SignedHeaders=x-mq-date-time, Signature={digest}"
@@ -64,6 +65,7 @@ def signed(secret: str = "shop secret 1") -> list[tuple[bytes, bytes]]:
 
 
 def status(node: RunningNode, headers: list[tuple[bytes, bytes]]) -> Any:
+    """Return the broker's status, requested by a client of pyarrow with these headers."""
     with flight.FlightClient(node.endpoint) as client:
         options = flight.FlightCallOptions(headers=headers)
         (result,) = client.do_action(flight.Action("status", b"{}"), options)
@@ -102,6 +104,7 @@ def test_any_call_without_credentials_is_unauthorized(node: RunningNode, call: C
 
 
 def exchanged(client: Any, path: bytes) -> None:
+    """Send a table over a stream with this path, and read the first answer. Raise the error of the broker."""
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(path))
     with writer:
         writer.begin(ROWS.schema)
@@ -201,6 +204,7 @@ def test_each_read_needs_its_permission(
 
 
 def table(**topics: str) -> pa.Table:
+    """Return messages: the keywords are their bodies, and the values their topics."""
     return pa.table({"body": [body.encode() for body in topics], "topic": list(topics.values())})
 
 

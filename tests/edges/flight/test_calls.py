@@ -14,6 +14,7 @@ from timeball.edges.http2.frames import GrpcStatus
 
 
 def edge_of(node: RunningNode) -> FlightEdge:
+    """Return the node's Flight edge."""
     assert node.node.edges is not None
     return node.node.edges.flight
 

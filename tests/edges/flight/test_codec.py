@@ -16,6 +16,7 @@ from timeball.table.attachment import Attachment
 
 
 def body(**fields: object) -> bytes:
+    """Return the body of a request with these fields."""
     return json.dumps(fields).encode()
 
 

@@ -24,6 +24,7 @@ EXCHANGE = flight.FlightDescriptor.for_path(b"send")
 
 
 def batch(body: bytes = b"x", rows: int = 1, topic: str = "exchange") -> pa.RecordBatch:
+    """Return a batch with `rows` equal messages."""
     return pa.RecordBatch.from_arrays([pa.array([topic] * rows), pa.array([body] * rows)], schema=SCHEMA)
 
 
@@ -35,6 +36,7 @@ def opened(wire: flight.FlightClient, schema: pa.Schema = SCHEMA) -> tuple[Any, 
 
 
 def answers(reader: Any) -> Iterator[dict[str, Any]]:
+    """Yield the answers of a send stream."""
     for chunk in reader:
         yield json.loads(chunk.app_metadata.to_pybytes())
 

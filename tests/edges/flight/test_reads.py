@@ -19,6 +19,7 @@ from timeball.edges.shared import arrow_ipc as ipc
 
 
 def ticket(**wanted: object) -> bytes:
+    """Return the request of a DoGet call with these fields, as bytes."""
     return bytes(flight.Ticket(json.dumps(wanted).encode()).serialize())
 
 

@@ -26,6 +26,7 @@ RELEASE = flight.FlightDescriptor.for_path(b"release")
 
 
 def rows(dues: list[int], first_seq: int, **columns: Any) -> pa.RecordBatch:
+    """Return the rows of a table of pending messages: one row for each due time, with seqs from `first_seq` on."""
     complete = {
         "seq": list(range(first_seq, first_seq + len(dues))),
         "due_ms": dues,
@@ -66,6 +67,7 @@ def attach(node: RunningNode, after_ms: int, count: int) -> pa.RecordBatch:
 
 
 def exchange(wire: flight.FlightClient, schema: pa.Schema = TABLE_SCHEMA) -> tuple[Any, Any]:
+    """Open a stream for released rows, and send its schema."""
     writer, reader = wire.do_exchange(RELEASE, flight.FlightCallOptions(timeout=BOUND_S))
     writer.begin(schema)
     return writer, reader

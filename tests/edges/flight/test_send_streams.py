@@ -52,11 +52,13 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def edge_of(node: RunningNode) -> FlightEdge:
+    """Return the node's Flight edge."""
     assert node.node.edges is not None
     return node.node.edges.flight
 
 
 def bearer(account: str) -> str:
+    """Return the header `authorization` of an account."""
     return f"Bearer {account}:{account} secret {SECRETS[account]}"
 
 
@@ -71,6 +73,7 @@ def opened(wire: flight.FlightClient, account: str) -> tuple[Any, Any]:
 
 
 def acknowledged(writer: Any, reader: Any) -> dict[str, Any]:
+    """Send a batch, and return its answer."""
     writer.write_batch(ROWS)
     answer: dict[str, Any] = json.loads(reader.read_chunk().app_metadata.to_pybytes())
     return answer

@@ -16,10 +16,12 @@ PLAIN = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 
 def opened() -> Window:
+    """Return the window of a new stream."""
     return Window(MemoryQuota(10**6), "10.0.0.1", lambda: None, lambda: None)
 
 
 def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBatch, Slot, Caller]:
+    """Enter a batch of `rows` messages in a window. Return the arguments for putting it."""
     batch = pa.record_batch([pa.array([topic] * rows), pa.array([b"x"] * rows)], PLAIN)
     slot = window.enter(batch.nbytes)
     assert slot is not None

@@ -21,15 +21,18 @@ from timeball.model.wire import BODY_BYTES_MAX
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:
+    """Perform an action, and return its result."""
     (result,) = wire.do_action(flight.Action(verb, body), flight.FlightCallOptions(**options))
     return json.loads(result.body.to_pybytes())
 
 
 def get(wire: flight.FlightClient, **ticket: object) -> pa.Table:
+    """Read the whole table of a ticket with these fields."""
     return wire.do_get(flight.Ticket(json.dumps(ticket).encode())).read_all()
 
 
 def edge_of(node: RunningNode) -> FlightEdge:
+    """Return the node's Flight edge."""
     assert node.node.edges is not None
     return node.node.edges.flight
 
@@ -121,6 +124,7 @@ def test_a_cancelled_long_poll_frees_its_slot(node: RunningNode, wire: flight.Fl
 
 
 def _poll(wire: flight.FlightClient, ticket: flight.Ticket) -> None:
+    """Read a ticket. Raise an error of pyarrow if the read takes longer than 0.3 s."""
     wire.do_get(ticket, flight.FlightCallOptions(timeout=0.3)).read_all()
 
 

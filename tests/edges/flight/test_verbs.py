@@ -15,6 +15,7 @@ from timeball.model.message import READ_SCHEMA
 
 
 def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
+    """Perform an action in the loop of the node, and return its result."""
     return node.run(verbs.perform(node.broker, node.node.status, verb, request, ANONYMOUS))
 
 

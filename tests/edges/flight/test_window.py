@@ -31,6 +31,7 @@ class Stream:
         self.answer_calls += 1
 
     def entered(self, size_bytes: int = 1) -> Slot:
+        """Enter a batch of this size, which must fit, and return its slot."""
         slot = self.window.enter(size_bytes)
         assert slot is not None
         return slot
@@ -46,6 +47,7 @@ class Stream:
 
 
 def run(check: Coroutine[Any, Any, None]) -> None:
+    """Run a check in a new loop, at most for BOUND_S."""
     asyncio.run(asyncio.wait_for(check, BOUND_S))
 
 

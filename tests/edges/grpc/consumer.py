@@ -48,6 +48,7 @@ class Consumer:
         self.world, self.edge, self.name, self.peer = world, edge, name, peer
 
     def call(self, remaining_s: float | None = None) -> Call:
+        """Return the facts of a call of this client."""
         return Call({CLIENT_ID: self.name}, self.peer, remaining_s)
 
     def connect(self, group: str = GROUP) -> None:
@@ -56,10 +57,12 @@ class Consumer:
         store_settings(context.sessions, self.name, consumer_settings(group), context.monotonic_ms())
 
     async def send(self, count: int = 1, queues: int = 2, **columns: object) -> None:
+        """Create the topic, and send `count` messages."""
         await self.world.broker.create_topic(TOPIC, queues)
         await self.world.broker.send(batch(count, **columns))
 
     async def responses(self, name: str, request: Any, remaining_s: float | None = None) -> list[Any]:
+        """Make a call that streams, and return its responses."""
         return [each async for each in self.edge.dispatch.stream(name, self.call(remaining_s), request)]
 
     async def receive(
@@ -82,11 +85,13 @@ class Consumer:
         return int(only.status.code)
 
     async def ask(self, name: str, request: Any) -> Any:
+        """Make a unary call, and return its response."""
         return await answer(self.edge.dispatch, name, self.call(), request)
 
     async def ack(
         self, *messages: definition.Message, group: str = GROUP, topic: str = TOPIC
     ) -> service.AckMessageResponse:
+        """Acknowledge messages by their receipt handles."""
         entries = [
             service.AckMessageEntry(
                 message_id=each.system_properties.message_id,
@@ -101,6 +106,7 @@ class Consumer:
     async def change(
         self, message: definition.Message, ms: int | None, **fields: Any
     ) -> service.ChangeInvisibleDurationResponse:
+        """Change the invisible time of a message to `ms`, None for a request without a duration."""
         request = service.ChangeInvisibleDurationRequest(
             group=resource(GROUP), topic=resource(TOPIC),
             receipt_handle=message.system_properties.receipt_handle, **fields,
@@ -111,6 +117,7 @@ class Consumer:
         return response
 
     async def dead_letter(self, message: definition.Message) -> int:
+        """Forward a message to the dead letters, and return the code."""
         request = service.ForwardMessageToDeadLetterQueueRequest(
             group=resource(GROUP), topic=resource(TOPIC), receipt_handle=message.system_properties.receipt_handle,
         )  # fmt: skip
@@ -135,11 +142,13 @@ class Consumer:
 
 
 def resource(name: str) -> definition.Resource:
+    """Return the name of a topic or a group as protobuf message."""
     return definition.Resource(name=name)
 
 
 @asynccontextmanager
 async def consumer_of(world: World) -> AsyncIterator[Consumer]:
+    """Run the gRPC edge of a broker with one consumer."""
     edge = GrpcEdge(world.broker)
     try:
         yield Consumer(world, edge)

@@ -25,10 +25,12 @@ CALL = Call({})
 
 
 def dispatch(handlers: Handlers, check: Any = lambda *_: None) -> Dispatch:
+    """Return a dispatch with these handlers and this check of permissions."""
     return Dispatch([handlers], check)
 
 
 def ask(dispatcher: Dispatch, name: str = "AckMessage", request: Any = None) -> Any:
+    """Make a unary call, and return its response."""
     return asyncio.run(dispatcher.unary(name, CALL, request or AckMessageRequest()))
 
 
@@ -40,10 +42,13 @@ def responses_of(dispatcher: Dispatch, name: str = "ReceiveMessage") -> list[Any
 
 
 async def done(call: Call, request: AckMessageRequest) -> AckMessageResponse:
+    """Answer with OK."""
     return AckMessageResponse(status=OK)
 
 
 def raising(error: Exception) -> Any:
+    """Return a handler that raises this error."""
+
     async def handler(call: Call, request: Any) -> Any:
         raise error
 

@@ -106,6 +106,7 @@ async def responses_of(consumer: Consumer, method: Method, request: Message) -> 
 
 
 def codes(responses: list[Any]) -> list[int]:
+    """Return the codes of the responses with a status."""
     return [each.status.code for each in responses if each.HasField("status")]
 
 

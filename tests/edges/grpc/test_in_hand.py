@@ -53,6 +53,7 @@ class Model:
     delayed: dict[str, int] = field(default_factory=dict)  # message id: time of the next delivery in ms
 
     def receive(self, message: definition.Message, consumer: Consumer, due_ms: int | None) -> None:
+        """Note that a consumer has received a message. Assert that no consumer holds it, and its attempt."""
         key = message.system_properties.message_id
         assert key in self.waiting, f"{key} is received, although it was acknowledged or a consumer holds it"
         self.waiting.discard(key)
@@ -73,6 +74,7 @@ class Model:
             self.waiting.add(key)
 
     def pass_time(self, now_ms: int) -> None:
+        """Let the delayed messages that are due now wait for a consumer."""
         for key in [key for key, due_ms in self.delayed.items() if due_ms <= now_ms]:
             del self.delayed[key]
             self.waiting.add(key)
@@ -124,6 +126,7 @@ class GroupRun:
         await self.finish_background_tasks()
 
     def _choose_held(self) -> tuple[str, Lease] | None:
+        """Choose one of the messages that a consumer holds, None if there is none."""
         held = sorted(self.model.in_flight.items())
         return self.random.choice(held) if held else None
 
@@ -265,6 +268,7 @@ async def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _break(world: World, breach: str) -> None:
+    """Make the broker break a rule, for the negative controls."""
     engine = world.broker.consuming
     if breach == "acknowledged, and nothing settled":
         engine.acknowledge = _acknowledge_nothing

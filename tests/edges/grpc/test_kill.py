@@ -84,6 +84,7 @@ def produce(port: int, number: int, expected: Expectations, done: threading.Sema
 
 
 def sent(wire: Wire, expected: Expectations, **fields: Any) -> service.SendResultEntry:
+    """Send a message, noted as tried before, and return its result."""
     sent_message = message(**fields)
     expected.note(tried=sent_message.system_properties.message_id)
     entry: service.SendResultEntry = wire.ask_ok("SendMessage", send_request(sent_message)).entries[0]
@@ -91,16 +92,19 @@ def sent(wire: Wire, expected: Expectations, **fields: Any) -> service.SendResul
 
 
 def plain(wire: Wire, expected: Expectations) -> None:
+    """Send a message that must be delivered."""
     expected.note(wanted=sent(wire, expected).message_id)
 
 
 def delayed(wire: Wire, expected: Expectations) -> service.SendResultEntry:
+    """Send a delayed message that must be delivered, and return its result."""
     entry = sent(wire, expected, due_ms=int(time.time() * 1_000) + DELAY_MS)
     expected.note(wanted=entry.message_id)
     return entry
 
 
 def recalled(wire: Wire, expected: Expectations) -> None:
+    """Send a delayed message and recall it. It must not be delivered if the recall succeeds."""
     entry = delayed(wire, expected)
     expected.note_unknown(entry.message_id)
     request = service.RecallMessageRequest(topic=TOPIC, recall_handle=entry.recall_handle)
@@ -124,14 +128,17 @@ def ended(wire: Wire, expected: Expectations, resolution: int) -> str:
 
 
 def committed(wire: Wire, expected: Expectations) -> None:
+    """Send and commit a half message, which must be delivered."""
     expected.note(wanted=ended(wire, expected, definition.TransactionResolution.COMMIT))
 
 
 def rolled_back(wire: Wire, expected: Expectations) -> None:
+    """Send and roll back a half message, which must not be delivered."""
     expected.note(unwanted=ended(wire, expected, definition.TransactionResolution.ROLLBACK))
 
 
 def serve(data: Path) -> tuple[Running, dict[str, Any]]:
+    """Start a broker, and return its process and its ready line."""
     server = Running("serve", "--json", "--port", "0", "--data", str(data))
     return server, server.wait_line(event="ready")
 

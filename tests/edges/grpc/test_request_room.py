@@ -19,11 +19,13 @@ MIB = 1024 * 1024
 
 
 def quota_of(node: RunningNode) -> MemoryQuota:
+    """Return the quota of the bytes of received requests."""
     assert node.node.edges is not None
     return node.node.edges.grpc.service.room.received
 
 
 def large(topic: str = "orders") -> service.SendMessageRequest:
+    """Return a send with a body of 4 MiB."""
     message = definition.Message(topic=definition.Resource(name=topic), body=bytes(4 * MIB))
     message.system_properties.message_id = "01" + "0" * 32
     return service.SendMessageRequest(messages=[message])

@@ -89,6 +89,7 @@ class Wire:
         return opened
 
     def _call(self, kind: str, name: str) -> Any:
+        """Return a function of the channel that makes a call. `kind`: unary_unary, unary_stream or stream_stream."""
         method = METHODS[name]
         return getattr(self._channel, kind)(
             f"/{SERVICE_NAME}/{name}",

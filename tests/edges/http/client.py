@@ -51,9 +51,11 @@ class Client:
         return Reply(answer.status, result, json.loads(data) if data else None)
 
     def send(self, topic: str, body: Any, **headers: str) -> Reply:
+        """Send one message or several to a topic."""
         return self.ask("POST", f"/v1/topics/{quote(topic, safe='')}/messages", body, **headers)
 
     def receive(self, topic: str, group: str = "workers", **query: Any) -> Reply:
+        """Receive for a group, with a wait of 5 s unless `query` has another."""
         return self.ask("POST", f"/v1/topics/{topic}/receive", query={"group": group, "wait": "5s", **query})
 
     def close(self) -> None:
@@ -62,6 +64,7 @@ class Client:
 
 @contextmanager
 def client_of(node: RunningNode, authorization: str = "") -> Iterator[Client]:
+    """Run a client during a block. `authorization` is the header for all of its requests."""
     client = Client(node, authorization)
     try:
         yield client

@@ -43,6 +43,7 @@ def root(node: RunningNode) -> Iterator[Timeball]:
 
 
 def member(ball: Timeball) -> Member:
+    """Return a member of the group `workers` for the topic `orders`."""
     return Member(ball._operations, "orders", "workers")
 
 

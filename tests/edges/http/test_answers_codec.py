@@ -19,6 +19,7 @@ AT_MS, AT = 1_927_616_400_000, "2031-01-31T09:00:00.000Z"
 
 
 def encoded(answer: object) -> dict[str, object]:
+    """Return an answer as its client reads it."""
     result: dict[str, object] = json.loads(codec.encode(answer))
     return result
 

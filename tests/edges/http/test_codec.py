@@ -90,6 +90,7 @@ def test_a_time_is_formatted_with_milliseconds() -> None:
 
 
 def _row(seq: int, **values: object) -> dict[str, object]:
+    """Return a row of a read with this seq. Other columns are null unless `values` has them."""
     return (
         dict.fromkeys(READ_SCHEMA.names)
         | {"seq": seq, "queue_id": 2, "queue_offset": 7, "store_ms": 5}

@@ -174,6 +174,7 @@ def test_connections_have_tcp_nodelay(node: RunningNode, client: Client) -> None
 
 
 def build_post(path: str, body: bytes = b"", headers: bytes = b"") -> bytes:
+    """Return a POST request with a JSON body. `headers` are complete lines."""
     return (
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b"
         % (path.encode(), len(body), headers, body)
@@ -181,6 +182,7 @@ def build_post(path: str, body: bytes = b"", headers: bytes = b"") -> bytes:
 
 
 def build_send(body: str, topic: str = "ordered") -> bytes:
+    """Return a request that sends one message, which is due in an hour."""
     return build_post(f"/v1/topics/{topic}/messages", json.dumps({"body": body, "after": "1h"}).encode())
 
 
@@ -385,10 +387,13 @@ def build_request(name: str, method: str = "GET", headers: str = "") -> bytes:
 
 
 async def short(_: requests.Call) -> Answer:
+    """Answer with a short body."""
     return Answer(200, b"short")
 
 
 async def stream(_: requests.Call) -> requests.Stream:
+    """Answer with a stream of one chunk."""
+
     async def chunks() -> AsyncGenerator[bytes, None]:
         yield b"chunk"
 
@@ -619,12 +624,14 @@ class ManualHandler:
         return requests.DirectHandler(self._begin, short)
 
     def _begin(self, call: requests.Call, respond: requests.Respond) -> bool:
+        """Take a call whose body has arrived. Return False for the other calls."""
         if call.take_body() is None:
             return False
         self.calls.append((call, respond))
         return True
 
     def answer(self) -> None:
+        """Answer the oldest call."""
         self.calls.pop(0)[1](Answer(200, b"asked"))
 
 

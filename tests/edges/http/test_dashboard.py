@@ -17,6 +17,7 @@ from timeball.edges.http.edge import FILES_PACKAGE, MEDIA_TYPES
 def ask(
     node: RunningNode, path: str, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
+    """Make a request, and return the status, the headers with lower-case names, and the body."""
     connection = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
     try:
         connection.request(method, path, headers=headers)

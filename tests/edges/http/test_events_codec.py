@@ -14,6 +14,7 @@ from timeball.model.message import READ_SCHEMA
 
 
 def rows(*values: dict[str, object]) -> pa.RecordBatch:
+    """Return rows as a read returns them: messages of one store time, with null in columns that are not given."""
     complete = [{"kind": 0, "store_ms": 1_767_225_600_005, **item} for item in values]
     return pa.RecordBatch.from_pylist(
         [{name: item.get(name) for name in READ_SCHEMA.names} for item in complete], READ_SCHEMA

@@ -24,6 +24,7 @@ class Flow:
 
 
 def build_exchange(method: str = "POST", *, keep_alive: bool = True) -> tuple[Exchange, RecordingTransport]:
+    """Return an exchange with an empty request, and its transport."""
     transport = RecordingTransport()
     exchange = Exchange(
         method, Target("/", QueryParams(""), {}), {}, peer="", transport=transport,

@@ -21,6 +21,7 @@ LINK = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document", "sec-fetch-s
 def is_answered(
     pages: ForeignPageCheck, method: str = "POST", path: str = "/v1/topics/t/messages", **headers: str
 ) -> bool:
+    """Check that a request with these headers is not refused. An underscore in a keyword is a hyphen."""
     try:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         pages.check(method, path, {"host": "localhost:7480"} | named)
@@ -135,6 +136,7 @@ def test_with_accounts_any_host_is_accepted_but_no_foreign_page(tmp_path: Path) 
 
 
 def every_form() -> list[tuple[str, dict[str, Any]]]:
+    """Return each content type that a form of a page can have, and the header for it."""
     kinds = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain")
     return [(kind, {"content_type": kind}) for kind in kinds]
 

@@ -23,6 +23,7 @@ from timeball.node import node as node_module
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, Any]]:
+    """Make a request, and return the status and the JSON answer, {} for an empty one."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=BOUND_S)
     connection.request(method, path)
     answer = connection.getresponse()

@@ -29,10 +29,12 @@ class Ids(send_codec.IdSource):
 
 
 def decode(data: bytes, kind: str = JSON, now_ms: int | None = None) -> DecodedSend:
+    """Decode the body of a send to the topic `t`."""
     return send_codec.decode_messages("t", kind, data, Ids(), now_ms)
 
 
 def rows_of(sending: DecodedSend) -> list[dict[str, object]]:
+    """Return the rows of a send by column."""
     rows: list[dict[str, object]] = admission.as_columns(sending.rows).to_pylist()
     return rows
 
@@ -49,6 +51,7 @@ def test_any_bytes_decode_to_messages_or_raise_a_timeball_error(data: bytes, kin
 
 
 def join_messages(messages: list[bytes], kind: str) -> bytes:
+    """Return the body of a send with several encoded messages."""
     return b"[" + b",".join(messages) + b"]" if kind == JSON else b"\n".join(messages)
 
 
@@ -165,6 +168,7 @@ def test_small_sends_become_rows_and_large_sends_columns() -> None:
 
 
 def encode_stream(*batches: pa.RecordBatch) -> bytes:
+    """Return batches as an Arrow stream."""
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:

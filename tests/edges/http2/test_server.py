@@ -47,6 +47,7 @@ class Echo:
 
 
 def run(check: Coroutine[Any, Any, None]) -> None:
+    """Run a check in a new loop, at most for BOUND_S."""
     asyncio.run(asyncio.wait_for(check, BOUND_S))
 
 
@@ -152,6 +153,7 @@ class Refused:
 
 
 def opening(flags: int = 0, block: bytes = GET, number: int = 1) -> bytes:
+    """Return the HEADERS frame that opens a request."""
     return frame(frames.HEADERS, frames.END_HEADERS | flags, number, block)
 
 
@@ -236,6 +238,7 @@ class Later(Echo):
         self.begun.append((exchange, request))
 
     def answer_all(self) -> None:
+        """Answer each call with its request."""
         for exchange, request in self.begun:
             exchange.answer(request)
             exchange.answer(b"once more")  # has no effect: the call has its status

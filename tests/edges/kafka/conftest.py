@@ -31,10 +31,12 @@ class SmallKafka:
         self.bootstrap = f"{broker.host}:{broker.port}"
 
     def make(self, *names: str) -> None:
+        """Create topics."""
         for name in names:
             self._holder.list_topics(name, timeout=BOUND_S)
 
     def produce(self, topic: str, *records: dict[str, Any]) -> None:
+        """Write records to a topic, by default to partition 0. The fields are arguments of `Producer.produce`."""
         producer = Producer({"bootstrap.servers": self.bootstrap})
         for record in records:
             producer.produce(topic, **{"partition": 0, **record})
@@ -61,6 +63,7 @@ class SmallKafka:
         library.rd_kafka_destroy(producer)
 
     def read(self, topic: str) -> list[Any]:
+        """Return all records of a topic, from its beginning to its end."""
         properties = {"bootstrap.servers": self.bootstrap, "group.id": "reader", "enable.partition.eof": True}
         consumer, messages, partitions_left = Consumer(properties), [], 4
         consumer.assign([TopicPartition(topic, partition, 0) for partition in range(4)])

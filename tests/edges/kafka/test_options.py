@@ -12,6 +12,7 @@ from timeball.model.errors import SetupError
 
 
 def options(**changes: Any) -> BridgeOptions:
+    """Return options with these changes."""
     given = {
         "bootstrap": "127.0.0.1:9092", "own": "in", "out": "out", "dead": "in.dead", "name": "in.v1",
         "position_topic": "timeball.in.position", "undeliverable": Path("in.undeliverable.jsonl"), **changes,

@@ -25,14 +25,17 @@ RULES = TopicRules("in", "out", "in.dead", "positions", TOPICS.__contains__)
 def record(
     headers: Headers, key: bytes | None = b"k", value: bytes | None = b"v", partition: int = 3
 ) -> Record:
+    """Return a record of the topic `in` with offset 17."""
     return Record("in", partition, 17, key, value, headers, NOW_MS - 1_000)
 
 
 def convert(headers: Headers, **more: bytes | None) -> BridgeMessage:
+    """Return the message that a record with these headers becomes."""
     return message_of(record(headers, **more), RULES, NOW_MS)  # type: ignore[arg-type]
 
 
 def reason(message: BridgeMessage) -> str:
+    """Assert that a message is the dead letter of `record`, and return its reason."""
     envelope = records.envelope_of(message.properties)
     assert message.is_dead and message.due_ms is None and envelope is not None and envelope.topic == "in.dead"
     headers = dict(envelope.headers)

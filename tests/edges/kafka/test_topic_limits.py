@@ -44,6 +44,7 @@ class Admin:
 
 
 def limits(*, is_compressed: bool = False) -> tuple[TopicLimits, Admin, ManualClock]:
+    """Return limits after a refresh for three topics, the client of Kafka that answered, and the clock."""
     admin, clock = Admin(), ManualClock()
     topic_limits = TopicLimits(admin, clock, is_compressed=is_compressed)  # type: ignore[arg-type]
     topic_limits.refresh(["open", "closed", "secret"])

@@ -28,6 +28,7 @@ class FlakyReceiver:
         assert b64decode(secret.removeprefix("whsec_"))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of a connection until it ends."""
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -42,6 +43,10 @@ class FlakyReceiver:
             writer.close()
 
     async def _answer(self, headers: dict[str, str], body: bytes, reader: asyncio.StreamReader) -> bytes:
+        """Record an attempt, and return its answer.
+
+        A hash of the message id and the attempt decides: success, failure, or failure after the broker has given up.
+        """
         message_id, attempt = headers["webhook-id"], headers["timeball-attempt"]
         try:
             self._webhook.verify(body, headers, json_parse=False)
@@ -59,6 +64,7 @@ class FlakyReceiver:
         return b"HTTP/1.1 204 No Content\r\n\r\n"
 
     def _note(self, what: str, message_id: str, attempt: str) -> None:
+        """Append a line to the record in one write: the time, the outcome, the attempt and the message id."""
         os.write(self._record, f"{time.time():.3f} {what} {attempt} {message_id}\n".encode())
 
 

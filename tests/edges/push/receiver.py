@@ -54,15 +54,18 @@ class Receiver:
         self._thread.start()
 
     def bodies(self) -> list[bytes]:
+        """Return the bodies of all requests so far."""
         return [request.body for request in self.requests]
 
     def stop(self) -> None:
+        """Stop the server, and cut its connections."""
         self.stopped.set()
         self._server.shutdown()
         self._server.server_close()
         self._server.cut()
 
     def handle(self, request: Request) -> Reply:
+        """Note a request, and return the reply of the script. `most` is the highest number of requests at once."""
         with self._lock:
             self.requests.append(request)
             self.now += 1
@@ -95,6 +98,7 @@ class _Server(http.server.ThreadingHTTPServer):
         """Ignore clients that have gone away, which some tests do on purpose."""
 
     def cut(self) -> None:
+        """Shut down all open connections."""
         for item in list(self._open):
             with contextlib.suppress(OSError):
                 item.shutdown(socket.SHUT_RDWR)
@@ -119,6 +123,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(reply.body)
 
     def _end(self, how: str) -> None:
+        """Give no complete answer, in the way `how`: "hang", "reset", "noise", "endless" or "stuck"."""
         self.close_connection = True
         if how == "hang":
             self.server.receiver.stopped.wait()

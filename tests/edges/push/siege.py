@@ -114,6 +114,7 @@ class Siege:
         self._receiver: Running | None = None
 
     def _serve(self) -> Running:
+        """Start the broker, and wait until it is ready."""
         broker = Running("serve", "--json", "--data", self._data, "--port", "0", "--push-allow", "127.0.0.1")
         self.ready = broker.wait_line(event="ready")
         return broker
@@ -147,6 +148,7 @@ class Siege:
         self._listen()
 
     def _make_group(self) -> None:
+        """Create the group, with few attempts after short pauses."""
         config = {
             "groupName": GROUP, "retryMaxTimes": TIMES_MAX,
             "groupRetryPolicy": {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": [RETRY_MS] * 3}},
@@ -155,6 +157,7 @@ class Siege:
             wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
 
     def _listen(self) -> None:
+        """Start the receiver."""
         self._receiver = Running(
             command=[
                 sys.executable, "-m", "tests.edges.push.flaky_receiver", str(self._port), str(self.path),
@@ -188,6 +191,7 @@ class Siege:
 
     @staticmethod
     def _metrics(client: Client) -> Iterator[tuple[str, float]]:
+        """Yield the name, with its labels, and the value of each metric."""
         connection = client._connection
         connection.request("GET", "/metrics")
         for line in connection.getresponse().read().decode().splitlines():

@@ -29,6 +29,7 @@ DUE_MS = 1_927_616_400_000
 
 
 def delivery(properties: dict[str, str] | None = None, **columns: Any) -> Delivery:
+    """Return the delivery of one message with these properties and columns."""
     row = {
         "topic": "orders", "body": b"body", "unique_key": "id-1", "store_ms": DUE_MS + 5, "born_ms": 1,
         "properties": encode_properties(properties or {}), **columns,
@@ -38,6 +39,7 @@ def delivery(properties: dict[str, str] | None = None, **columns: Any) -> Delive
 
 
 def headers(properties: dict[str, str] | None = None, **columns: Any) -> dict[str, str]:
+    """Return the headers of the delivery of one message with these properties and columns."""
     return dict(delivery(properties, **columns).headers)
 
 

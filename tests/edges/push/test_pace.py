@@ -9,6 +9,7 @@ from timeball.io.clock import ManualClock
 
 
 def begin(pace: Pace, requests: int) -> None:
+    """Begin this many requests."""
     for _ in range(requests):
         pace.begin()
 

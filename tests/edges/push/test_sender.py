@@ -31,6 +31,7 @@ async def refuse_look_up(host: str, port: int) -> Sequence[str]:
 async def sending(
     url: str, allowed: Allowed = LOOPBACK, look_up: sender.LookUp = refuse_look_up, **options: Any
 ) -> AsyncIterator[Receiver]:
+    """Run a receiver for a URL during a block."""
     trust = options.pop("trust", None) or ssl.create_default_context()
     receiver = Receiver(url, allowed, look_up, trust, **{"connections": 4, "timeout_ms": 5_000, **options})
     try:

@@ -19,6 +19,7 @@ from timeball.edges.push import worker
 
 
 def make_group(node: RunningNode, group: str, *, times_max: int = 16, delay_ms: int = 1, **more: Any) -> None:
+    """Create a group with a maximum number of attempts, and the same pause before each retry."""
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([delay_ms] * 3))
 
     async def update() -> None:
@@ -30,6 +31,7 @@ def make_group(node: RunningNode, group: str, *, times_max: int = 16, delay_ms: 
 
 
 def subscribe(client: Client, name: str, receiver: Receiver, **fields: Any) -> Any:
+    """Put a subscription that pushes to the receiver, and return it."""
     wanted = {"topic": name, "group": name, "url": receiver.url, **fields}
     answer = client.ask("PUT", f"/v1/subscriptions/{name}", wanted)
     assert answer.status in (200, 201), answer
@@ -48,6 +50,7 @@ def dead_letters(node: RunningNode, group: str) -> int:
 
 
 def send(client: Client, topic: str, count: int) -> list[bytes]:
+    """Send `count` different messages, and return their bodies."""
     bodies = [f"{topic}-{at}" for at in range(count)]
     assert client.send(topic, [{"body": body} for body in bodies]).status == 201
     return [body.encode() for body in bodies]

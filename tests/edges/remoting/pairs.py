@@ -17,6 +17,7 @@ from timeball.edges.shared.sessions import EdgeContext, Sessions
 
 
 def context_of(broker: Broker) -> RemotingContext:
+    """Return the context of a remoting edge of the broker without a server."""
     settings = dataclasses.replace(broker.settings, advertise="10.0.0.1:10911")
     return EdgeContext(settings, broker, Sessions(EXPIRY_MS), 10911)
 
@@ -31,6 +32,7 @@ class Pair:
 
     @classmethod
     async def create(cls) -> Pair:
+        """Connect the two ends."""
         near, far = socket.socketpair()
         far.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -58,6 +60,7 @@ class Pair:
             await closed
 
     def close(self) -> None:
+        """Close both ends."""
         self.connection.close()
         self._far.close()
 

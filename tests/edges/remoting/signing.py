@@ -24,6 +24,7 @@ class SignedWire(Wire):
     def of(
         cls, node: RunningNode, access_key: str, secret: str | None = None, serialisation: int = JSON
     ) -> SignedWire:
+        """Connect as an account, by default with its secret."""
         wire = cls.to(node, serialisation)
         assert isinstance(wire, SignedWire)
         wire.access_key, wire.secret = access_key, SECRETS.get(access_key, "") if secret is None else secret

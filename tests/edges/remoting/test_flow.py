@@ -22,22 +22,26 @@ OPAQUE = 7
 
 
 def limits_of(node: RunningNode) -> MemoryLimits:
+    """Return the memory limits of the remoting edge."""
     assert node.node.edges is not None
     return node.node.edges.remoting._memory_limits
 
 
 def connections(node: RunningNode) -> list[Connection]:
+    """Return the open connections of the remoting edge."""
     assert node.node.edges is not None
     return list(node.node.edges.remoting._connections)
 
 
 def send_frame(body: bytes = BODY) -> bytes:
+    """Return the frame of a send."""
     fields = {"a": "p", "b": "t", "c": "TBW102", "d": "1", "e": "0", "f": "0", "h": "0", "i": "", "j": "0"}
     return encode(Command(code=RequestCode.SEND_MESSAGE_V2, opaque=OPAQUE, ext=fields, body=body))
 
 
 @contextmanager
 def wires(node: RunningNode, count: int, address: str = "127.0.0.1") -> Iterator[list[Wire]]:
+    """Connect several clients from one address during a block."""
     with ExitStack() as stack:
         yield [stack.enter_context(Wire.to(node, source=address)) for _ in range(count)]
 

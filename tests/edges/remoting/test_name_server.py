@@ -41,6 +41,7 @@ class RunningNameServer:
         return NameServer(lambda: [GroupLeader(*item) for item in self.leaders.items()])
 
     def _run(self, coroutine: Any) -> Any:
+        """Run a coroutine in the server's loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(BOUND_S)
 
     def close(self) -> None:
@@ -52,6 +53,7 @@ class RunningNameServer:
 
 @contextmanager
 def name_server_of(leaders: dict[str, tuple[str, int] | None]) -> Iterator[tuple[RunningNameServer, Wire]]:
+    """Run a name server with these leaders and a client during a block."""
     server = RunningNameServer(leaders)
     try:
         with Wire(server.port) as wire:
@@ -74,6 +76,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningNod
 
 
 def address_of(node: RunningNode) -> tuple[str, int]:
+    """Return the address of a node's remoting port."""
     return "127.0.0.1", node.node.remoting_port
 
 

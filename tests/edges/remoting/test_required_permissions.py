@@ -67,6 +67,7 @@ def root(node: RunningNode) -> Iterator[SignedWire]:
 
 
 def request(signature: str = SIGNATURE, body: bytes = b"hello", **changed: str) -> Command:
+    """Return a signed send. Other fields or another body make the signature wrong."""
     ext = {**FIELDS, "Signature": signature, **changed}
     return Command(RequestCode.SEND_MESSAGE_V2, ext=ext, body=body, version=VERSION)
 

@@ -80,6 +80,7 @@ class Wire:
         )
 
     def answer_to(self, opaque: int) -> Command:
+        """Wait for the answer to a request, and return it once."""
         while opaque not in self._answers:
             self.read()
         return self._answers.pop(opaque)
@@ -116,4 +117,5 @@ def _text(value: object) -> str:
 
 
 def json_body(command: Command) -> Any:
+    """Return the JSON document in the body of a command."""
     return msgspec.json.decode(command.body)

@@ -19,10 +19,12 @@ from timeball.model.errors import Forbidden, InvalidDelay, InvalidMessage, OverL
 
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the batch with the types of sends. Raise an error as `SendColumns.adopt` does."""
     return SendColumns(batch.schema).adopt(batch, None)
 
 
 def batch(**columns: object) -> pa.RecordBatch:
+    """Return one row with these columns."""
     given = {"topic": ["t"], "body": [b"x"], **columns}
     return pa.RecordBatch.from_arrays([pa.array(c) for c in given.values()], names=list(given))
 

@@ -16,6 +16,7 @@ from timeball.model.errors import TimeballError
 
 
 def kinds(root: type[TimeballError] = TimeballError) -> list[type[TimeballError]]:
+    """Return a class of errors and all classes derived from it."""
     return [root, *(kind for child in root.__subclasses__() for kind in kinds(child))]
 
 

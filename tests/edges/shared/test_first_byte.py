@@ -28,6 +28,7 @@ class Echo(asyncio.Protocol):
 
 @asynccontextmanager
 async def listening(issued: Certificate, *, plain_from: PlainFrom = "all") -> AsyncIterator[int]:
+    """Run an echo server with a certificate during a block. Yields its port."""
     context = load_tls(issued.cert, issued.key).context
     server = FirstByteServer(Echo, context, edge="grpc", plain_from=plain_from)
     await server.listen("127.0.0.1", 0, 100)
@@ -50,6 +51,7 @@ async def answer(port: int, data: bytes, roots: str = "") -> bytes:
 
 
 def checked(tmp_path: Path, check: Callable[[Certificate], object]) -> None:
+    """Run a check with a new certificate."""
     asyncio.run(check(certificate(tmp_path / "tls")))  # type: ignore[arg-type]
 
 

@@ -28,6 +28,7 @@ RECEIPTS = st.builds(Receipt, NAMES, NAMES, INT32, INT64, INT64)
 
 
 def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES) -> None:
+    """Assert that a text is no receipt handle of the group and topic."""
     with pytest.raises(InvalidReceipt) as error:
         handles.decode(text, group, topic)
     assert error.value.code == "invalid_receipt"

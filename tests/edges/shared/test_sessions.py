@@ -28,6 +28,7 @@ Clients = Sessions[int, Session[int]]
 
 
 def consuming(group: str, *topics: str, version: int = 1, expression: str = "*") -> Membership:
+    """Return the membership of a group with subscriptions of these topics."""
     return Membership(group, subscriptions=tuple(Subscription(t, expression, "TAG", version) for t in topics))
 
 
@@ -39,6 +40,7 @@ def beat(
     now_ms: int = 0,
     produces: Iterable[str] = (),
 ) -> set[str]:
+    """Apply a heartbeat of a client, and return the consumer groups that change."""
     return clients.beat(clients.get(key) or Session(key, client_id), client_id, produces, consumes, now_ms)
 
 

@@ -101,6 +101,7 @@ def _dial(port: int, begin: bytes) -> None:
 
 
 def _lines_of(edge: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the log lines that name an edge."""
     lines = [record.getMessage() for record in caplog.records]
     return [line for line in lines if f"edge={edge} " in line]
 

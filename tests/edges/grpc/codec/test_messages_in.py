@@ -31,6 +31,7 @@ PROPERTY_NAME = st.one_of(TEXT, st.sampled_from(sorted(RESERVED)))
 
 
 def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Generate None, or a value of the strategy."""
     return st.one_of(st.none(), strategy)
 
 
@@ -60,6 +61,7 @@ SYSTEM = st.fixed_dictionaries(
 
 
 def build_message(body: bytes, properties: dict[str, str], fields: dict[str, Any]) -> definition.Message:
+    """Return a message. `fields` has values of SYSTEM, None for a field that is not set."""
     fields = dict(fields)
     # Fields that are messages of two values, such as (seconds, nanos).
     pairs = {name: fields.pop(name) for name in ("digest", "born", "delivery", "recovery")}
@@ -100,6 +102,7 @@ NO_PAIRS = {name: st.none() for name in ("digest", "born", "delivery", "recovery
 
 
 def typical_message(message_type: int) -> st.SearchStrategy[definition.Message]:
+    """Generate messages of this type as clients send them."""
     fields: dict[str, st.SearchStrategy[Any]] = {
         **NO_PAIRS,
         "tag": optional(WORD),
@@ -123,12 +126,14 @@ MESSAGE = st.one_of(ANY_MESSAGE, TYPICAL_MESSAGE)
 
 
 def row_of(message: definition.Message) -> dict[str, Any]:
+    """Return the row that a message becomes, by column. Raise Refused as `encode_row` does."""
     message_type = message_type_of(message.system_properties)
     row = encode_row(message, message_type, "orders", QUEUES, NOW_MS, limits.DELAY_MS_MAX, "peer")
     return {"message_type": message_type, **dict(zip(SEND_NAMES, row, strict=True))}
 
 
 def plain(**fields: Any) -> definition.Message:
+    """Return a message with these system properties."""
     system = definition.SystemProperties(**{"message_id": "01AB", **fields})
     return definition.Message(body=b"body", system_properties=system)
 

@@ -31,6 +31,7 @@ NOW_MS = 1_700_000_000_123
 
 
 def rows(**columns: Any) -> pa.RecordBatch:
+    """Return one row as a read returns it, with seq 77 and these columns."""
     given: dict[str, Any] = {
         "kind": int(Kind.MESSAGE),
         "topic": "orders",
@@ -43,6 +44,7 @@ def rows(**columns: Any) -> pa.RecordBatch:
 
 
 def message(receipt: ReceiptFields | None = None, **columns: Any) -> Message:
+    """Return the message that a row with these columns becomes."""
     (result,) = messages(rows(**columns), TOPIC_RESOURCE, "orders", "timeball", receipt)
     return result
 

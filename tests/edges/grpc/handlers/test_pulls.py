@@ -19,6 +19,7 @@ QUEUE = definition.MessageQueue(topic=resource(TOPIC), id=1)
 def pull(
     offset: int = 0, *, wait_ms: int = 0, text: str = "*", sql: bool = False, **fields: Any
 ) -> service.PullMessageRequest:
+    """Return a PullMessage request from this offset on. `text` is a tag expression, or SQL."""
     filter_type = definition.FilterType.SQL if sql else definition.FilterType.TAG
     request = service.PullMessageRequest(
         group=resource(GROUP), offset=offset,
@@ -39,6 +40,7 @@ async def pulled(
 
 
 async def fill(consumer: Consumer, count: int, **columns: object) -> None:
+    """Send `count` messages with the ids id-0, id-1 … to queue 1."""
     await consumer.send(count, queue_id=[1] * count, unique_key=[f"id-{n}" for n in range(count)], **columns)
 
 
@@ -128,10 +130,12 @@ async def test_the_deletion_of_a_topic_ends_its_waiting_pulls(consumer: Consumer
 
 
 def get(queue: definition.MessageQueue = QUEUE) -> service.GetOffsetRequest:
+    """Return a GetOffset request."""
     return service.GetOffsetRequest(group=resource(GROUP), message_queue=queue)
 
 
 def update(offset: int) -> service.UpdateOffsetRequest:
+    """Return an UpdateOffset request."""
     return service.UpdateOffsetRequest(group=resource(GROUP), message_queue=QUEUE, offset=offset)
 
 

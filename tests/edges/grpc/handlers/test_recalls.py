@@ -32,6 +32,7 @@ def node(tmp_path: Path, clock: ManualClock) -> Iterator[RunningNode]:
 
 
 def delayed(wire: Wire, clock: ManualClock, **fields: object) -> service.SendResultEntry:
+    """Send a message that is due after DELAY_MS, and return its result."""
     [entry] = sent(wire, message(due_ms=clock.wall_ms() + DELAY_MS, **fields))
     return entry
 

@@ -30,6 +30,7 @@ CANCEL = (8).to_bytes(4, "big")  # an error code of HTTP/2 that Timeball never s
 
 
 def ids(messages: list[definition.Message]) -> list[str]:
+    """Return the ids of messages."""
     return [each.system_properties.message_id for each in messages]
 
 
@@ -154,10 +155,12 @@ async def test_a_namespace_is_part_of_the_names(consumer: Consumer) -> None:
 
 
 def request_with(**fields: Any) -> service.ReceiveMessageRequest:
+    """Return a receive request that does not wait, with these fields."""
     return receive_request(GROUP, TOPIC, **{"wait_ms": 0, **fields})
 
 
 def with_duration(name: str, seconds: int, nanos: int = 0) -> service.ReceiveMessageRequest:
+    """Return a receive request with a duration in the field `name`."""
     request = request_with()
     getattr(request, name).CopyFrom(Duration(seconds=seconds, nanos=nanos))
     return request

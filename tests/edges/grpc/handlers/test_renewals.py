@@ -27,6 +27,7 @@ def renewals_of(consumer: Consumer) -> Renewals:
 
 
 async def push(consumer: Consumer, **fields: Any) -> list[definition.Message]:
+    """Receive messages as a push consumer does: the broker renews their leases."""
     return await consumer.receive(auto_renew=True, invisible_ms=None, **fields)
 
 

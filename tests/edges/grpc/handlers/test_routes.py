@@ -26,10 +26,12 @@ CLIENT_ENDPOINTS = endpoints("10.9.8.7", 6543)
 
 
 def route(topic: str) -> service.QueryRouteRequest:
+    """Return a QueryRoute request."""
     return service.QueryRouteRequest(topic=definition.Resource(name=topic), endpoints=CLIENT_ENDPOINTS)
 
 
 def assignment(topic: str, group: str = "g") -> service.QueryAssignmentRequest:
+    """Return a QueryAssignment request."""
     return service.QueryAssignmentRequest(
         topic=definition.Resource(name=topic),
         group=definition.Resource(name=group),

@@ -411,6 +411,7 @@ def test_acknowledged_messages_are_there_after_a_restart(tmp_path: Path) -> None
 
 
 def keyed(node: RunningNode, on_pending: str = "", **more: Any) -> definition.Message:
+    """Return a message that is due in an hour, with a unique key as a user property."""
     properties = {
         "TIMEBALL_UNIQUE_KEY": "order-17",
         **({"TIMEBALL_ON_PENDING": on_pending} if on_pending else {}),

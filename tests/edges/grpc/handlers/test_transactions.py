@@ -34,6 +34,7 @@ COMMIT, ROLLBACK, UNKNOWN = (
 
 
 def half(wire: Wire, body: bytes = b"pay", **fields: Any) -> service.SendResultEntry:
+    """Send a half message, and return its result."""
     [entry] = sent(wire, message(body, message_type=definition.MessageType.TRANSACTION, **fields))
     return entry
 
@@ -46,6 +47,7 @@ def end(
     namespace: str = "",
     **fields: str,
 ) -> tuple[int, str]:
+    """Make an EndTransaction call for a half message, and return the code and the text."""
     ids = {"message_id": entry.message_id, "transaction_id": entry.transaction_id, **fields}
     request = service.EndTransactionRequest(
         topic=definition.Resource(name=topic, resource_namespace=namespace),

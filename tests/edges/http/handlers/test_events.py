@@ -36,6 +36,7 @@ class Tail:
         self.comments = 0
 
     def blocks(self) -> Iterator[dict[str, str]]:
+        """Yield the fields of each block of server-sent events, {} for one with comments only. Count the comments."""
         fields: dict[str, str] = {}
         while line := self.answer.readline():
             name, _, value = line.decode().rstrip("\n").partition(":")
@@ -48,6 +49,7 @@ class Tail:
                 self.comments += 1
 
     def events(self) -> Iterator[Event]:
+        """Yield the events with data."""
         for fields in self.blocks():
             if "data" in fields:
                 yield Event(fields["id"], json.loads(fields["data"]))
@@ -57,6 +59,7 @@ class Tail:
 def tail(
     node: RunningNode, topic: str, *, query: str = "", account: str = "", last: str = ""
 ) -> Iterator[Tail]:
+    """Open a tail during a block. `last` is the id of the last event that the client has."""
     client = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
     headers = {"authorization": f"Bearer {account}:{SECRETS[account]}"} if account else {}
     headers |= {"last-event-id": last} if last else {}
@@ -75,6 +78,7 @@ def request_limits(node: RunningNode) -> requests.RequestLimits:
 
 
 def open_streams(node: RunningNode) -> int:
+    """Return the number of open streams of the HTTP edge."""
     return request_limits(node).streams.taken
 
 

@@ -16,6 +16,7 @@ from timeball.broker.registry.groups import SubscriptionGroup
 
 
 def receipts(client: Client, topic: str, **query: object) -> list[str]:
+    """Receive messages, and return their receipts."""
     return [item["receipt"] for item in client.receive(topic, **query).value["messages"]]
 
 

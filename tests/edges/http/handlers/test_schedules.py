@@ -45,6 +45,7 @@ WANTED = {"rule": RULE, "topic": "orders", "body": "close"}
 
 
 def put(client: Client, name: str, **fields: Any) -> Reply:
+    """Put a schedule that has the fields of WANTED, changed by `fields`. A field with None is left out."""
     wanted = {**WANTED, **fields}
     return client.ask(
         "PUT", f"{PATH}/{name}", {key: value for key, value in wanted.items() if value is not None}

@@ -13,10 +13,12 @@ PATH = "/v1/selections"
 
 
 def send(client: Client, topic: str, region: str) -> Any:
+    """Send a message that is due in an hour, with the region as its key and as a property."""
     return client.send(topic, {"body": "x", "after": "1h", "key": region, "properties": {"region": region}})
 
 
 def state(client: Client, message_id: str) -> Any:
+    """Return a message as the HTTP API shows it."""
     [message] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
     return message
 

@@ -44,6 +44,7 @@ class Lines:
 
 @contextmanager
 def stream(node: RunningNode, topic: str, query: str = "", account: str = "") -> Iterator[Lines]:
+    """Open a stream of the group `workers` during a block."""
     client = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
     headers = {"authorization": f"Bearer {account}:{SECRETS[account]}"} if account else {}
     client.request("POST", f"/v1/topics/{topic}/stream?group=workers{query}", headers=headers)
@@ -56,12 +57,14 @@ def stream(node: RunningNode, topic: str, query: str = "", account: str = "") ->
 
 
 def acknowledge(client: Client, topic: str, messages: list[dict[str, Any]]) -> list[bool]:
+    """Acknowledge messages, and return for each whether its receipt was valid."""
     receipts = {"receipts": [message["receipt"] for message in messages]}
     answer = client.ask("POST", f"/v1/topics/{topic}/ack", receipts, query={"group": "workers"})
     return [result["valid"] for result in answer.value["results"]]
 
 
 def consuming(node: RunningNode) -> Consuming:
+    """Return the broker's part with the leases."""
     part: Consuming = node.broker.consuming
     return part
 

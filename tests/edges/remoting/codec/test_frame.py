@@ -43,11 +43,13 @@ commands = st.builds(
 
 
 def frame_of(header: bytes, body: bytes = b"", serialisation: int = JSON) -> bytes:
+    """Return the bytes of a frame with this header and body."""
     word = serialisation << 24 | len(header)
     return struct.pack(">iI", 4 + len(header) + len(body), word) + header + body
 
 
 def decode_one(data: bytes) -> Command:
+    """Return the command of the only frame."""
     [frame] = Splitter().feed(data)
     return decode(frame)
 

@@ -71,6 +71,7 @@ USER_NAMES = frozenset(DELAY_PROPERTIES)
 
 
 def send_rows(names: frozenset[str] = USER_NAMES) -> SendRows:
+    """Return a reader of sends. `names` are the properties with due times."""
     return SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, names, "cluster")
 
 
@@ -179,6 +180,7 @@ PLAIN = {
 
 
 def send(ext: dict[str, Any] = PLAIN, body: bytes = b"x", form: int = JSON, **more: Any) -> bytes:
+    """Return the frame of a send with these fields."""
     command = Command(code=RequestCode.SEND_MESSAGE_V2, opaque=5, ext=ext, body=body, serialisation=form)
     return encode(msgspec.structs.replace(command, **more))
 
@@ -186,6 +188,7 @@ def send(ext: dict[str, Any] = PLAIN, body: bytes = b"x", form: int = JSON, **mo
 def batch(
     records: list[BatchRecord] | bytes, ext: dict[str, Any] = PLAIN, form: int = JSON, **more: Any
 ) -> bytes:
+    """Return the frame of a send of several messages."""
     body = records if isinstance(records, bytes) else encode_batch(records)
     ext = {**ext, "i": "WAIT\x01true\x02"} if ext["i"] == PLAIN["i"] else ext
     return send(ext, body, form, **{"code": RequestCode.SEND_BATCH_MESSAGE, **more})
@@ -194,6 +197,7 @@ def batch(
 def record(
     properties: str = "UNIQ_KEY\x01AB\x02TAGS\x01A\x02", body: bytes = b"x", flag: int = 3
 ) -> BatchRecord:
+    """Return a message of a batch."""
     return BatchRecord(flag, body, properties)
 
 
@@ -209,6 +213,7 @@ def java(
 
 
 def framed(header: bytes, body: bytes = b"x", form: int = JSON) -> bytes:
+    """Return the frame with these bytes as its header."""
     size = (form << 24 | len(header)).to_bytes(4, "big")
     return (4 + len(header) + len(body)).to_bytes(4, "big") + size + header + body
 
@@ -588,6 +593,7 @@ def test_rows_with_a_dictionary_column_are_left_to_the_reference() -> None:
 
 
 def without_last(columns: Any) -> Any:
+    """Return the rows but the last."""
     return columns.slice(0, columns.num_rows - 1)
 
 

@@ -60,6 +60,7 @@ def read_compiled(frame: Frame) -> PlainPull | None:
 
 
 def pull(ext: dict[str, str] = PLAIN, form: int = JSON, **more: Any) -> Frame:
+    """Return the frame of a pull with these fields."""
     command = Command(code=RequestCode.PULL_MESSAGE, opaque=5, ext=ext, version=409, serialisation=form)
     return cut(encode(msgspec.structs.replace(command, **more)), FRAME_BYTES_MAX)[0][0]
 

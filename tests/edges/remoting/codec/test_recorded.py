@@ -42,6 +42,7 @@ CODES = {
 
 
 def frames(name: str) -> list[Frame]:
+    """Return the recorded frames of a client."""
     return Splitter().feed((GOLDEN / name).read_bytes())
 
 

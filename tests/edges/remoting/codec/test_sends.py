@@ -37,6 +37,7 @@ LONG = {sends.LONG_NAMES[name]: SHORT[short] for name, short in sends.SHORT_NAME
 
 
 def frame(ext: dict[str, str], code: int = RequestCode.SEND_MESSAGE_V2, serialisation: int = JSON) -> Frame:
+    """Return the frame of a send with these fields."""
     [result] = Splitter().feed(encode(Command(code=code, opaque=5, ext=ext, serialisation=serialisation)))
     return result
 

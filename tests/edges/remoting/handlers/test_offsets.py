@@ -17,6 +17,7 @@ PULL = {"maxMsgNums": 1, "sysFlag": 4, "commitOffset": 0, "subscription": "*", "
 
 
 def queue(topic: str = "orders", queue_id: int = 0, **more: object) -> dict[str, object]:
+    """Return the fields that name a queue and a group."""
     return {"topic": topic, "queueId": queue_id, "consumerGroup": "group", **more}
 
 

@@ -38,10 +38,12 @@ class PopClient:
         self.handlers = Pops(self.context).handlers | Assignments(self.context).handlers
 
     async def send(self, count: int = 1, **columns: object) -> None:
+        """Create the topic, and send `count` messages."""
         await self.world.broker.create_topic(TOPIC, 2)
         await self.world.broker.send(batch(count, **columns))
 
     async def pop(self, topic: str = TOPIC, **ext: object) -> Command:
+        """Pop messages from all queues without waiting, and return the answer."""
         fields = {
             "consumerGroup": GROUP, "topic": topic, "queueId": -1, "maxMsgNums": 32, "pollTime": 0,
             "invisibleTime": MINUTE_MS, "bornTime": 0, "initMode": 0,
@@ -49,6 +51,7 @@ class PopClient:
         return await self.pair.ask(self.handlers, RequestCode.POP_MESSAGE, **{**fields, **ext})
 
     async def ack(self, point: CheckPoint, code: int = RequestCode.ACK_MESSAGE, **ext: object) -> Command:
+        """Acknowledge the message of a check point, or make another request about it, and return the answer."""
         fields = {
             "consumerGroup": GROUP, "topic": records.real_topic(TOPIC, GROUP, point.retry),
             "queueId": point.queue_id, "offset": point.offset, "extraInfo": point.encode(),
@@ -74,6 +77,7 @@ class PopClient:
 
 @asynccontextmanager
 async def pop_client(world: World) -> AsyncIterator[PopClient]:
+    """Connect a client during a block."""
     pair = await Pair.create()
     try:
         yield PopClient(world, pair)

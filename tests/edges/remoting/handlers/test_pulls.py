@@ -52,11 +52,13 @@ def pulled(wire: Wire, offset: int = 0, **fields: object) -> Command:
 
 
 def messages(answer: Command) -> list[StoredMessage]:
+    """Return the messages of a successful pull."""
     assert answer.code == ResponseCode.SUCCESS, (answer.code, answer.remark)
     return decode_stored(answer.body)
 
 
 def bodies(answer: Command) -> list[bytes]:
+    """Return the bodies of the messages of a successful pull."""
     return [message.body for message in messages(answer)]
 
 
@@ -70,6 +72,7 @@ def recorded(name: str) -> Iterator[tuple[bytes, Command]]:
 
 
 def subscribes(command: Command) -> bool:
+    """Check that a command is a pull with a subscription of its own."""
     return command.code in (PULL, LITE) and bool(int(command.ext["sysFlag"]) & PullFlag.SUBSCRIPTION)
 
 

@@ -16,6 +16,7 @@ QUERY, VIEW = RequestCode.QUERY_MESSAGE, RequestCode.VIEW_MESSAGE_BY_ID
 
 
 def query_messages(wire: Wire, key: str, topic: str = "orders", **more: object) -> list[StoredMessage]:
+    """Query messages by key, at most 32 of any time."""
     fields = {"maxNum": 32, "beginTimestamp": 0, "endTimestamp": (1 << 63) - 1, **more}
     answer = wire.ask(QUERY, topic=topic, key=key, **fields)
     if answer.code == ResponseCode.QUERY_NOT_FOUND:

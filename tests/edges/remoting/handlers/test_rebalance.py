@@ -41,6 +41,7 @@ class LockClients:
         self.pairs: dict[str, Pair] = {}
 
     async def connect(self, *names: str) -> None:
+        """Connect clients, each by its heartbeat as a consumer of the group."""
         for name in names:
             self.pairs[name] = await Pair.create()
             body = {"clientID": name, "consumerDataSet": [{"groupName": "g"}]}
@@ -52,13 +53,16 @@ class LockClients:
         return sorted(queue["queueId"] for queue in (await self._ask(name, LOCK, body))["lockOKMQSet"])
 
     async def unlock(self, name: str, *queues: int) -> None:
+        """Unlock queues."""
         await self._ask(name, UNLOCK, self._body(name, queues, "g"))
 
     def _body(self, name: str, queues: tuple[int, ...], group: str, **more: Any) -> dict[str, Any]:
+        """Return the body of a lock or unlock request."""
         topic = {"topic": "orders", "brokerName": "timeball", **more}
         return {"clientId": name, "consumerGroup": group, "mqSet": [{**topic, "queueId": q} for q in queues]}
 
     async def _ask(self, name: str, code: int, body: dict[str, Any]) -> Any:
+        """Make a request, which must succeed, and return the JSON of its answer, None without a body."""
         handlers = {**self.locks.handlers, **self.beats.handlers}
         answer = await self.pairs[name].ask(handlers, code, msgspec.json.encode(body))
         assert answer.code == ResponseCode.SUCCESS, answer.remark

@@ -24,10 +24,12 @@ def send_scheduled(node: RunningNode, wire: Wire, delay_ms: int = HOUR_MS, **mor
 
 
 def recall(wire: Wire, handle: str, topic: str = "orders") -> Command:
+    """Recall a message, and return the answer."""
     return wire.ask(RECALL, producerGroup="producers", topic=topic, recallHandle=handle)
 
 
 def pending_count(node: RunningNode) -> int:
+    """Return the number of pending messages."""
     schedule = node.broker.status()["schedule"]
     assert isinstance(schedule, dict)
     return int(schedule["tail_rows"]) - int(schedule["cancelled_rows"])

@@ -62,6 +62,7 @@ async def retried(world: World, count: int) -> list[dict[str, Any]]:
 
 
 def create_retries(world: World, group: SubscriptionGroup | None = None, orderly: bool = False) -> Retries:
+    """Create a group, and return the handlers of its retries. `orderly` is the answer for each group."""
     world.broker.tables.groups.update(group or SubscriptionGroup("readers"))
     return Retries(context_of(world.broker), lambda name: orderly)
 

@@ -36,6 +36,7 @@ class ConvertedSends:
         self.tickets.append(self._rows.ticket("edge", "origin", header, body, 0, "host:1", -1, NOW_MS))
 
     def batch(self) -> pa.RecordBatch:
+        """Return the rows of all sends."""
         return batch_of([row for ticket in self.tickets for row in ticket.rows])
 
 

@@ -151,6 +151,7 @@ class ResetGroup:
 
     @classmethod
     async def create(cls, world: World, *, language: int = Language.JAVA, members: bool = True) -> ResetGroup:
+        """Send ten messages, one each second, commit offset 5, and connect a member unless `members` is False."""
         group = cls(world, await Pair.create())
         group.began_ms = world.clock.wall
         for _ in range(10):
@@ -163,6 +164,7 @@ class ResetGroup:
         return group
 
     async def reset(self, **fields: object) -> Command:
+        """Reset the offsets of the group with these fields, and return the answer."""
         return await self.pair.ask(self.handlers, RESET, **{"topic": "orders", "group": "g", **fields})
 
     @property

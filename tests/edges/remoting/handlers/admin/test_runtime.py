@@ -156,6 +156,7 @@ def total(wire: Wire, name: str, key: str) -> int:
 
 
 def pull(wire: Wire, offset: int = 0, queue_id: int = 0) -> Any:
+    """Pull from an offset on, and return the answer."""
     return wire.ask(
         RequestCode.PULL_MESSAGE, consumerGroup="g", topic="orders", queueId=queue_id, queueOffset=offset,
         sysFlag=int(PullFlag.SUBSCRIPTION), subscription="*",
