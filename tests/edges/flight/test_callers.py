@@ -56,7 +56,7 @@ def root(node: RunningNode) -> Iterator[Timeball]:
         yield ball
 
 
-def signed(secret: str = "shop secret 1") -> list[tuple[bytes, bytes]]:
+def signature_headers(secret: str = "shop secret 1") -> list[tuple[bytes, bytes]]:
     """Return the headers of a call that the account `shop` signs as RocketMQ's gRPC clients do."""
     date = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     digest = hmac.new(secret.encode(), date.encode(), hashlib.sha1).hexdigest()
@@ -73,9 +73,14 @@ def status(node: RunningNode, headers: list[tuple[bytes, bytes]]) -> Any:
 
 
 def test_a_client_of_pyarrow_is_admitted_with_a_signature_or_the_secret_only(node: RunningNode) -> None:
-    assert status(node, signed())["pid"]
+    assert status(node, signature_headers())["pid"]
     assert status(node, [(b"authorization", b"Bearer shop:shop secret 1")])["pid"]
-    for headers in ([], signed("wrong"), signed()[:1], [(b"authorization", b"Bearer shop:wrong")]):
+    for headers in (
+        [],
+        signature_headers("wrong"),
+        signature_headers()[:1],
+        [(b"authorization", b"Bearer shop:wrong")],
+    ):
         with pytest.raises(flight.FlightServerError) as refusal:
             status(node, headers)
         assert refusal.value.extra_info == b"unauthorized"
@@ -89,9 +94,9 @@ def test_a_client_of_pyarrow_is_admitted_with_a_signature_or_the_secret_only(nod
         lambda client: list(client.do_action(flight.Action("no such verb", b"{}"))),
         lambda client: client.do_get(flight.Ticket(b'{"read":"log","from_seq":1,"to_seq":1}')).read_all(),
         lambda client: client.do_get(flight.Ticket(b"no ticket")).read_all(),
-        lambda client: exchanged(client, b"send"),
-        lambda client: exchanged(client, b"release"),
-        lambda client: exchanged(client, b"no such path"),
+        lambda client: exchange_rows(client, b"send"),
+        lambda client: exchange_rows(client, b"release"),
+        lambda client: exchange_rows(client, b"no such path"),
     ],
     ids=["action", "no action", "log", "no ticket", "send", "release", "no path"],
 )
@@ -103,7 +108,7 @@ def test_any_call_without_credentials_is_unauthorized(node: RunningNode, call: C
     assert node.broker.log.writer.next_seq == before
 
 
-def exchanged(client: Any, path: bytes) -> None:
+def exchange_rows(client: Any, path: bytes) -> None:
     """Send a table over a stream with this path, and read the first answer. Raise the error of the broker."""
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(path))
     with writer:

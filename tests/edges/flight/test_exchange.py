@@ -28,7 +28,7 @@ def batch(body: bytes = b"x", rows: int = 1, topic: str = "exchange") -> pa.Reco
     return pa.RecordBatch.from_arrays([pa.array([topic] * rows), pa.array([body] * rows)], schema=SCHEMA)
 
 
-def opened(wire: flight.FlightClient, schema: pa.Schema = SCHEMA) -> tuple[Any, Any]:
+def open_stream(wire: flight.FlightClient, schema: pa.Schema = SCHEMA) -> tuple[Any, Any]:
     """Open a send stream, and send its schema."""
     writer, reader = wire.do_exchange(EXCHANGE, flight.FlightCallOptions(timeout=BOUND_S))
     writer.begin(schema)
@@ -50,7 +50,7 @@ def test_each_batch_has_one_answer_in_order(
 ) -> None:
     monkeypatch.setattr(exchange, "MESSAGES_PER_TURN", messages_per_turn)
     monkeypatch.setattr(exchange, "INLINE_DECODE_BYTES_MAX", inline_bytes)
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
     sizes = [1, 5, 2, 1, 100]
     for rows in sizes:
         writer.write_batch(batch(rows=rows))
@@ -65,7 +65,7 @@ def test_each_batch_has_one_answer_in_order(
 def test_a_batch_with_an_invalid_row_is_refused_whole_and_the_stream_continues(
     node: RunningNode, wire: flight.FlightClient
 ) -> None:
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
     half_bad = pa.RecordBatch.from_arrays(
         [pa.array(["exchange", "a/b"]), pa.array([b"never", b"x"])], schema=SCHEMA
     )
@@ -85,7 +85,7 @@ def test_a_batch_with_an_invalid_row_is_refused_whole_and_the_stream_continues(
 
 
 def test_an_acknowledged_batch_is_durable(node: RunningNode, wire: flight.FlightClient) -> None:
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
     writer.write_batch(batch(rows=3))
     ack = json.loads(reader.read_chunk().app_metadata.to_pybytes())
     assert node.broker.status()["log"]["durable_seq"] >= ack["first_seq"] + 3  # type: ignore[index]
@@ -102,7 +102,7 @@ def test_an_acknowledged_batch_is_durable(node: RunningNode, wire: flight.Flight
     ],
 )
 def test_a_wrong_schema_is_refused_by_column(wire: flight.FlightClient, schema: pa.Schema, text: str) -> None:
-    _, reader = opened(wire, schema)
+    _, reader = open_stream(wire, schema)
     with pytest.raises(flight.FlightServerError, match=text) as caught:
         reader.read_chunk()
     assert caught.value.extra_info == b"invalid_message"
@@ -138,7 +138,7 @@ def test_another_path_is_not_found(wire: flight.FlightClient) -> None:
 
 def test_more_batches_than_the_window_holds_are_all_answered(wire: flight.FlightClient) -> None:
     count = BATCHES_MAX + 500
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
 
     def write() -> None:
         for _ in range(count):
@@ -157,7 +157,7 @@ def test_disconnected_clients_occupy_no_slots_and_no_bytes(node: RunningNode) ->
     idle = edge._send_streams.taken
     for number in range(20):
         with flight.FlightClient(node.endpoint) as client:
-            writer, reader = opened(client)
+            writer, reader = open_stream(client)
             for _ in range(50):
                 writer.write_batch(batch(b"left"))
             if number % 2:
@@ -168,7 +168,7 @@ def test_disconnected_clients_occupy_no_slots_and_no_bytes(node: RunningNode) ->
     eventually(lambda: not edge._uploads, "all streams are removed")
     eventually(lambda: edge._budget.held_bytes == 0, "all their batches are answered")
     with flight.FlightClient(node.endpoint) as client:  # other clients can send
-        writer, reader = opened(client)
+        writer, reader = open_stream(client)
         writer.write_batch(batch())
         assert "first_seq" in json.loads(reader.read_chunk().app_metadata.to_pybytes())
         reader.cancel()
@@ -184,7 +184,7 @@ def test_bytes_that_are_not_grpc_do_not_disturb_other_clients(
     ):
         with socket.create_connection(("127.0.0.1", node.settings.port), timeout=BOUND_S) as stranger:
             stranger.sendall(junk)
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
     writer.write_batch(batch())
     assert "first_seq" in json.loads(reader.read_chunk().app_metadata.to_pybytes())
     writer.done_writing()
@@ -193,7 +193,7 @@ def test_bytes_that_are_not_grpc_do_not_disturb_other_clients(
 
 def test_a_stop_ends_open_streams_with_its_reason_after_their_answers(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, flight.FlightClient(node.endpoint) as client:
-        writer, reader = opened(client)
+        writer, reader = open_stream(client)
         writer.write_batch(batch())
         acked = json.loads(reader.read_chunk().app_metadata.to_pybytes())
         ending = threading.Thread(target=node.stop)
@@ -210,7 +210,7 @@ def test_a_stop_ends_open_streams_with_its_reason_after_their_answers(tmp_path: 
 
 def test_the_end_of_stream_message_ends_a_stream_after_its_answers(wire: flight.FlightClient) -> None:
     """The client's side of the stream stays open. The batches are answered, then the stream ends without an error."""
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
     for rows in (1, 2):
         writer.write_batch(batch(rows=rows))
     writer.write_metadata(END_OF_STREAM)
@@ -219,7 +219,7 @@ def test_the_end_of_stream_message_ends_a_stream_after_its_answers(wire: flight.
 
 
 def test_a_batch_after_the_end_of_its_stream_is_not_accepted(wire: flight.FlightClient) -> None:
-    writer, reader = opened(wire)
+    writer, reader = open_stream(wire)
     writer.write_batch(batch(topic="ended"))
     writer.write_metadata(END_OF_STREAM)
     with contextlib.suppress(pa.ArrowException, flight.FlightError):

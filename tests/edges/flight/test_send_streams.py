@@ -62,7 +62,7 @@ def bearer(account: str) -> str:
     return f"Bearer {account}:{account} secret {SECRETS[account]}"
 
 
-def opened(wire: flight.FlightClient, account: str) -> tuple[Any, Any]:
+def open_stream(wire: flight.FlightClient, account: str) -> tuple[Any, Any]:
     """Open a send stream of an account, and send its schema."""
     options = flight.FlightCallOptions(
         timeout=BOUND_S, headers=[(b"authorization", bearer(account).encode())]
@@ -72,7 +72,7 @@ def opened(wire: flight.FlightClient, account: str) -> tuple[Any, Any]:
     return writer, reader
 
 
-def acknowledged(writer: Any, reader: Any) -> dict[str, Any]:
+def send_batch(writer: Any, reader: Any) -> dict[str, Any]:
     """Send a batch, and return its answer."""
     writer.write_batch(ROWS)
     answer: dict[str, Any] = json.loads(reader.read_chunk().app_metadata.to_pybytes())
@@ -89,9 +89,9 @@ def test_an_account_without_send_permission_gets_no_slot(node: RunningNode, acco
 
 def test_an_account_with_some_send_permission_is_checked_for_each_topic(node: RunningNode) -> None:
     with flight.FlightClient(node.endpoint) as wire:
-        assert acknowledged(*opened(wire, "shop"))["rows"] == 1
+        assert send_batch(*open_stream(wire, "shop"))["rows"] == 1
         # A consumer may send to the retry topics of its groups, so it gets a slot.
-        assert acknowledged(*opened(wire, "worker"))["error"] == "forbidden"
+        assert send_batch(*open_stream(wire, "worker"))["error"] == "forbidden"
 
 
 def test_one_account_gets_at_most_half_of_the_slots(
@@ -100,14 +100,14 @@ def test_one_account_gets_at_most_half_of_the_slots(
     monkeypatch.setattr(edge_of(node)._send_streams, "limit", 6)
     with ExitStack() as clients:
         wires = [clients.enter_context(flight.FlightClient(node.endpoint)) for _ in range(4)]
-        streams = [opened(wire, "shop") for wire in wires[:3]]
+        streams = [open_stream(wire, "shop") for wire in wires[:3]]
         for stream in streams:
-            assert acknowledged(*stream)["rows"] == 1
+            assert send_batch(*stream)["rows"] == 1
         # The refusal may reach the client before or after it has sent its schema.
         with pytest.raises(flight.FlightServerError, match="its share of 6") as caught:
-            opened(wires[3], "shop")[1].read_chunk()
+            open_stream(wires[3], "shop")[1].read_chunk()
         assert caught.value.extra_info == b"over_limit"
-        assert acknowledged(*streams[0])["rows"] == 1, "open streams go on"
+        assert send_batch(*streams[0])["rows"] == 1, "open streams go on"
 
 
 def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
@@ -117,11 +117,11 @@ def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
     monkeypatch.setattr(exchange, "IDLE_S", 0.0)
     with ExitStack() as clients:
         wires = [clients.enter_context(flight.FlightClient(node.endpoint)) for _ in range(2)]
-        streams = [opened(wires[0], "shop")]
-        assert acknowledged(*streams[0])["rows"] == 1
+        streams = [open_stream(wires[0], "shop")]
+        assert send_batch(*streams[0])["rows"] == 1
         for at in range(1, 6):  # each new stream ends the one before it
-            streams.append(opened(wires[at % 2], "shop"))
-            assert acknowledged(*streams[-1])["rows"] == 1
+            streams.append(open_stream(wires[at % 2], "shop"))
+            assert send_batch(*streams[-1])["rows"] == 1
             with pytest.raises(flight.FlightServerError) as caught:
                 streams[-2][1].read_chunk()
             assert caught.value.extra_info == b"unavailable"

@@ -15,12 +15,12 @@ from timeball.model.access import ANONYMOUS, Caller
 PLAIN = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 
-def opened() -> Window:
+def new_window() -> Window:
     """Return the window of a new stream."""
     return Window(MemoryQuota(10**6), "10.0.0.1", lambda: None, lambda: None)
 
 
-def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBatch, Slot, Caller]:
+def enter_batch(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBatch, Slot, Caller]:
     """Enter a batch of `rows` messages in a window. Return the arguments for putting it."""
     batch = pa.record_batch([pa.array([topic] * rows), pa.array([b"x"] * rows)], PLAIN)
     slot = window.enter(batch.nbytes)
@@ -29,9 +29,9 @@ def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBat
 
 
 def test_each_batch_has_its_own_answer_even_if_one_is_refused(node: RunningNode) -> None:
-    window = opened()
+    window = new_window()
     topics = ["inbox", "inbox", "a/b", "inbox"]
-    entries = [entry(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
+    entries = [enter_batch(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
     sends = Sends(node.broker)
 
     async def put_all() -> None:  # in one turn of the loop, so that the broker joins them
@@ -48,8 +48,8 @@ def test_each_batch_has_its_own_answer_even_if_one_is_refused(node: RunningNode)
 
 
 def test_a_fault_of_the_broker_is_answered(caplog: pytest.LogCaptureFixture) -> None:
-    window = opened()
-    batch, slot, _ = entry(window, 1)
+    window = new_window()
+    batch, slot, _ = enter_batch(window, 1)
     Sends(None).put(batch, slot, ANONYMOUS)  # type: ignore[arg-type]
     assert json.loads(slot.answer or b"")["error"] == "error"
     assert "AttributeError" not in caplog.text.splitlines()[0] and "NoneType" in caplog.text
@@ -66,7 +66,7 @@ def test_an_internal_fault_is_logged_with_its_text(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
 def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:
     """Such a character would change or remove properties for RocketMQ's consumers. Tested as rows and as columns."""
-    sends, window = Sends(node.broker), opened()
+    sends, window = Sends(node.broker), new_window()
     columns = {"topic": ["inbox"] * rows, "body": [b"x"] * rows, name: [*["fine"] * (rows - 1), text]}
     batch = pa.record_batch(columns, PLAIN.append(pa.field(name, pa.string())))
     slot = window.enter(batch.nbytes)

@@ -30,7 +30,7 @@ class Stream:
     def _answer(self) -> None:
         self.answer_calls += 1
 
-    def entered(self, size_bytes: int = 1) -> Slot:
+    def enter(self, size_bytes: int = 1) -> Slot:
         """Enter a batch of this size, which must fit, and return its slot."""
         slot = self.window.enter(size_bytes)
         assert slot is not None
@@ -55,7 +55,7 @@ def run(check: Coroutine[Any, Any, None]) -> None:
 def test_answers_are_taken_in_the_order_of_the_batches(order: list[int]) -> None:
     budget = MemoryQuota(10_000)
     stream = Stream(budget)
-    slots = [stream.entered(size) for size in range(len(order))]
+    slots = [stream.enter(size) for size in range(len(order))]
     taken: list[bytes] = []
     for index in order:
         slots[index].settle(b"%d" % index)
@@ -70,14 +70,14 @@ def test_answers_are_taken_in_the_order_of_the_batches(order: list[int]) -> None
 def test_a_full_window_waits_until_an_answer_is_taken() -> None:
     async def check() -> None:
         stream = Stream(MemoryQuota(100), batches_max=2)
-        first, _ = stream.entered(), stream.entered()
+        first, _ = stream.enter(), stream.enter()
         assert stream.window.enter(1) is None
         first.settle(b"1")
         await stream.has_capacity_call()
         assert stream.window.enter(1) is None, "the slot counts until its answer is taken"
         assert stream.window.pop_answer() == b"1"
         assert await stream.has_capacity_call()
-        stream.entered()
+        stream.enter()
 
     run(check())
 
@@ -85,12 +85,12 @@ def test_a_full_window_waits_until_an_answer_is_taken() -> None:
 def test_settling_a_batch_frees_its_bytes() -> None:
     async def check() -> None:
         stream = Stream(MemoryQuota(100), bytes_max=10)
-        _, large = stream.entered(1), stream.entered(9)
+        _, large = stream.enter(1), stream.enter(9)
         assert stream.window.enter(2) is None
         assert not await stream.has_capacity_call()
         large.settle(b"")
         assert await stream.has_capacity_call()
-        stream.entered(2)
+        stream.enter(2)
 
     run(check())
 
@@ -99,11 +99,11 @@ def test_a_batch_larger_than_the_window_enters_alone() -> None:
     async def check() -> None:
         budget = MemoryQuota(10, 1_000)
         stream = Stream(budget, bytes_max=10)
-        huge = stream.entered(1_000)
+        huge = stream.enter(1_000)
         assert stream.window.enter(1) is None
         huge.settle(b"")
         assert await stream.has_capacity_call()
-        stream.entered(1)
+        stream.enter(1)
         assert budget.held_bytes == 1
 
     run(check())
@@ -113,13 +113,13 @@ def test_streams_share_one_budget() -> None:
     async def check() -> None:
         budget = MemoryQuota(10)
         first, other = Stream(budget), Stream(budget, OTHER)
-        slot = first.entered(10)
+        slot = first.enter(10)
         assert other.window.enter(5) is None
         assert other.window.enter(5) is None, "requests the bytes only once"
         slot.settle(b"")
         assert budget.held_bytes == 5, "the bytes of the waiting stream"
         assert await other.has_capacity_call()
-        other.entered(5)
+        other.enter(5)
         assert budget.held_bytes == 5
 
     run(check())
@@ -131,7 +131,7 @@ def test_abort_returns_all_bytes_and_ends_the_callbacks(waits: str) -> None:
         budget = MemoryQuota(10)
         stream = Stream(budget, batches_max=1) if waits == "for the window" else Stream(budget)
         other = Stream(budget, OTHER)
-        slot = stream.entered(1) if waits == "for the window" else other.entered(10)
+        slot = stream.enter(1) if waits == "for the window" else other.enter(10)
         assert stream.window.enter(2) is None
         if waits == "with granted bytes":
             slot.settle(b"")
@@ -152,7 +152,7 @@ def test_abort_returns_all_bytes_and_ends_the_callbacks(waits: str) -> None:
 def test_emptied_waits_for_the_last_answer() -> None:
     async def check() -> None:
         stream = Stream(MemoryQuota(10))
-        slot = stream.entered()
+        slot = stream.enter()
         stream.window.finish()
         emptied = asyncio.ensure_future(stream.window.emptied())
         slot.settle(b"last")
@@ -167,7 +167,7 @@ def test_emptied_waits_for_the_last_answer() -> None:
 
 def test_settling_a_slot_twice_is_an_assertion_error() -> None:
     stream = Stream(MemoryQuota(10))
-    slot = stream.entered()
+    slot = stream.enter()
     slot.settle(b"1")
     with pytest.raises(AssertionError, match="once"):
         slot.settle(b"2")

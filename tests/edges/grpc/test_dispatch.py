@@ -41,12 +41,12 @@ def responses_of(dispatcher: Dispatch, name: str = "ReceiveMessage") -> list[Any
     return asyncio.run(read())
 
 
-async def done(call: Call, request: AckMessageRequest) -> AckMessageResponse:
+async def answer_ok(call: Call, request: AckMessageRequest) -> AckMessageResponse:
     """Answer with OK."""
     return AckMessageResponse(status=OK)
 
 
-def raising(error: Exception) -> Any:
+def handler_that_raises(error: Exception) -> Any:
     """Return a handler that raises this error."""
 
     async def handler(call: Call, request: Any) -> Any:
@@ -67,24 +67,27 @@ def test_a_call_without_a_handler_is_not_implemented(name: str) -> None:
 
 
 def test_the_response_of_the_handler_is_returned() -> None:
-    assert ask(dispatch({"AckMessage": done})).status.code == Code.OK
+    assert ask(dispatch({"AckMessage": answer_ok})).status.code == Code.OK
 
 
 def test_an_error_of_the_handler_becomes_the_status() -> None:
-    refused = ask(dispatch({"AckMessage": raising(Refused(Code.INVALID_RECEIPT_HANDLE, "old"))}))
+    refused = ask(dispatch({"AckMessage": handler_that_raises(Refused(Code.INVALID_RECEIPT_HANDLE, "old"))}))
     assert (refused.status.code, refused.status.message) == (Code.INVALID_RECEIPT_HANDLE, "old")
-    assert ask(dispatch({"AckMessage": raising(OverLimit("wait"))})).status.code == Code.TOO_MANY_REQUESTS
+    assert (
+        ask(dispatch({"AckMessage": handler_that_raises(OverLimit("wait"))})).status.code
+        == Code.TOO_MANY_REQUESTS
+    )
 
 
 def test_an_internal_error_is_logged_and_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        response = ask(dispatch({"AckMessage": raising(ZeroDivisionError("secret"))}))
+        response = ask(dispatch({"AckMessage": handler_that_raises(ZeroDivisionError("secret"))}))
     assert response.status.code == Code.INTERNAL_SERVER_ERROR and "secret" not in response.status.message
     assert "secret" in caplog.text  # the operator needs the text
 
 
 def test_an_expected_error_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    ask(dispatch({"AckMessage": raising(OverLimit("wait"))}))
+    ask(dispatch({"AckMessage": handler_that_raises(OverLimit("wait"))}))
     assert not caplog.records
 
 
@@ -133,9 +136,9 @@ def test_closing_a_stream_closes_the_handler_at_once() -> None:
 
 def test_two_handlers_for_one_call_or_an_unknown_call_are_a_fault() -> None:
     with pytest.raises(AssertionError, match="AckMessage"):
-        Dispatch([{"AckMessage": done}, {"AckMessage": done}], lambda *_: None)
+        Dispatch([{"AckMessage": answer_ok}, {"AckMessage": answer_ok}], lambda *_: None)
     with pytest.raises(AssertionError, match="Acknowledge"):
-        dispatch({"Acknowledge": done})
+        dispatch({"Acknowledge": answer_ok})
 
 
 class RecordingReply:
@@ -154,7 +157,7 @@ class RecordingReply:
 def test_a_direct_handler_answers_by_its_reply() -> None:
     reply = RecordingReply()
     dispatcher = dispatch(
-        {"AckMessage": Direct(lambda call, request, reply: reply.answer(b"done")), "Heartbeat": done}
+        {"AckMessage": Direct(lambda call, request, reply: reply.answer(b"done")), "Heartbeat": answer_ok}
     )
     assert dispatcher.begin("AckMessage", CALL, AckMessageRequest(), reply)
     assert reply.outcomes == [b"done"]

@@ -73,17 +73,17 @@ class Expectations:
 
 def produce(port: int, number: int, expected: Expectations, done: threading.Semaphore) -> None:
     """Send messages of each kind in turn, until the broker is killed."""
-    kinds = itertools.cycle((plain, committed, rolled_back, delayed, recalled))
+    sends = itertools.cycle((send_plain, send_committed, send_rolled_back, send_delayed, send_and_recall))
     with Wire(port, f"client-{number}") as wire:
         try:
-            for kind in kinds:
-                kind(wire, expected)
+            for send_kind in sends:
+                send_kind(wire, expected)
                 done.release()
         except grpc.RpcError:
             return
 
 
-def sent(wire: Wire, expected: Expectations, **fields: Any) -> service.SendResultEntry:
+def send(wire: Wire, expected: Expectations, **fields: Any) -> service.SendResultEntry:
     """Send a message, noted as tried before, and return its result."""
     sent_message = message(**fields)
     expected.note(tried=sent_message.system_properties.message_id)
@@ -91,21 +91,21 @@ def sent(wire: Wire, expected: Expectations, **fields: Any) -> service.SendResul
     return entry
 
 
-def plain(wire: Wire, expected: Expectations) -> None:
+def send_plain(wire: Wire, expected: Expectations) -> None:
     """Send a message that must be delivered."""
-    expected.note(wanted=sent(wire, expected).message_id)
+    expected.note(wanted=send(wire, expected).message_id)
 
 
-def delayed(wire: Wire, expected: Expectations) -> service.SendResultEntry:
+def send_delayed(wire: Wire, expected: Expectations) -> service.SendResultEntry:
     """Send a delayed message that must be delivered, and return its result."""
-    entry = sent(wire, expected, due_ms=int(time.time() * 1_000) + DELAY_MS)
+    entry = send(wire, expected, due_ms=int(time.time() * 1_000) + DELAY_MS)
     expected.note(wanted=entry.message_id)
     return entry
 
 
-def recalled(wire: Wire, expected: Expectations) -> None:
+def send_and_recall(wire: Wire, expected: Expectations) -> None:
     """Send a delayed message and recall it. It must not be delivered if the recall succeeds."""
-    entry = delayed(wire, expected)
+    entry = send_delayed(wire, expected)
     expected.note_unknown(entry.message_id)
     request = service.RecallMessageRequest(topic=TOPIC, recall_handle=entry.recall_handle)
     if wire.ask("RecallMessage", request).status.code == OK:
@@ -114,9 +114,9 @@ def recalled(wire: Wire, expected: Expectations) -> None:
         expected.note(wanted=entry.message_id)
 
 
-def ended(wire: Wire, expected: Expectations, resolution: int) -> str:
+def send_and_end(wire: Wire, expected: Expectations, resolution: int) -> str:
     """Send a half message, end it with a resolution, and return its id."""
-    entry = sent(wire, expected, message_type=definition.MessageType.TRANSACTION)
+    entry = send(wire, expected, message_type=definition.MessageType.TRANSACTION)
     request = service.EndTransactionRequest(
         topic=TOPIC,
         message_id=entry.message_id,
@@ -127,14 +127,14 @@ def ended(wire: Wire, expected: Expectations, resolution: int) -> str:
     return entry.message_id
 
 
-def committed(wire: Wire, expected: Expectations) -> None:
+def send_committed(wire: Wire, expected: Expectations) -> None:
     """Send and commit a half message, which must be delivered."""
-    expected.note(wanted=ended(wire, expected, definition.TransactionResolution.COMMIT))
+    expected.note(wanted=send_and_end(wire, expected, definition.TransactionResolution.COMMIT))
 
 
-def rolled_back(wire: Wire, expected: Expectations) -> None:
+def send_rolled_back(wire: Wire, expected: Expectations) -> None:
     """Send and roll back a half message, which must not be delivered."""
-    expected.note(unwanted=ended(wire, expected, definition.TransactionResolution.ROLLBACK))
+    expected.note(unwanted=send_and_end(wire, expected, definition.TransactionResolution.ROLLBACK))
 
 
 def serve(data: Path) -> tuple[Running, dict[str, Any]]:

@@ -24,7 +24,7 @@ def quota_of(node: RunningNode) -> MemoryQuota:
     return node.node.edges.grpc.service.room.received
 
 
-def large(topic: str = "orders") -> service.SendMessageRequest:
+def large_send(topic: str = "orders") -> service.SendMessageRequest:
     """Return a send with a body of 4 MiB."""
     message = definition.Message(topic=definition.Resource(name=topic), body=bytes(4 * MIB))
     message.system_properties.message_id = "01" + "0" * 32
@@ -34,7 +34,7 @@ def large(topic: str = "orders") -> service.SendMessageRequest:
 def test_large_sends_of_one_address_succeed_within_the_quota(node: RunningNode, wire: Wire) -> None:
     quota, held_bytes_max = quota_of(node), 0
     quota.bytes_max = 4 * REQUEST_BYTES_MAX
-    sends = [wire.later("SendMessage", large()) for _ in range(12)]
+    sends = [wire.later("SendMessage", large_send()) for _ in range(12)]
     while not all(send.done() for send in sends):
         held_bytes_max = max(held_bytes_max, quota.held_bytes)
     assert {send.result().status.code for send in sends} == {definition.Code.OK}
@@ -57,7 +57,7 @@ def test_incomplete_requests_time_out_and_give_their_memory_back(
         eventually(lambda: quota.waiting, "some requests wait for memory")
         assert quota.held_bytes <= 2 * REQUEST_BYTES_MAX, "half of the memory"
         assert quota.fits("10.0.0.1", REQUEST_BYTES_MAX)
-        wire.ask_ok("SendMessage", large())
+        wire.ask_ok("SendMessage", large_send())
         assert {client.status(number)[0] for number in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED.value[0]}
         eventually(lambda: not quota.held_bytes and not quota.waiting, "all memory is given back")
 
@@ -88,7 +88,7 @@ def test_a_cancelled_request_waits_for_memory_no_more(node: RunningNode) -> None
 
     node.run(fill())
     with Wire.to(node, "hasty") as hasty:
-        calls = [hasty.later("SendMessage", large()) for _ in range(3)]
+        calls = [hasty.later("SendMessage", large_send()) for _ in range(3)]
         eventually(lambda: quota.waiting == 3, "all requests wait for memory")
         for call in calls:
             call.cancel()

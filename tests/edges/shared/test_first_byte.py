@@ -27,7 +27,7 @@ class Echo(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def listening(issued: Certificate, *, plain_from: PlainFrom = "all") -> AsyncIterator[int]:
+async def run_echo_server(issued: Certificate, *, plain_from: PlainFrom = "all") -> AsyncIterator[int]:
     """Run an echo server with a certificate during a block. Yields its port."""
     context = load_tls(issued.cert, issued.key).context
     server = FirstByteServer(Echo, context, edge="grpc", plain_from=plain_from)
@@ -50,14 +50,14 @@ async def answer(port: int, data: bytes, roots: str = "") -> bytes:
         writer.close()
 
 
-def checked(tmp_path: Path, check: Callable[[Certificate], object]) -> None:
+def run_check(tmp_path: Path, check: Callable[[Certificate], object]) -> None:
     """Run a check with a new certificate."""
     asyncio.run(check(certificate(tmp_path / "tls")))  # type: ignore[arg-type]
 
 
 def test_tls_and_plain_text_are_served_on_one_port(tmp_path: Path) -> None:
     async def check(issued: Certificate) -> None:
-        async with listening(issued) as port:
+        async with run_echo_server(issued) as port:
             answers = await asyncio.gather(
                 *(answer(port, b"PRI", issued.roots if n % 2 else "") for n in range(10)),
                 answer(port, b"\x16nonsense"),
@@ -65,20 +65,20 @@ def test_tls_and_plain_text_are_served_on_one_port(tmp_path: Path) -> None:
         assert answers[:10] == [b"PRI"] * 10
         assert b"nonsense" not in answers[10]
 
-    checked(tmp_path, check)
+    run_check(tmp_path, check)
 
 
 def test_plain_text_from_another_machine_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_byte, "is_loopback", lambda peer: False)
 
     async def check(issued: Certificate) -> None:
-        async with listening(issued, plain_from="this machine") as port:
+        async with run_echo_server(issued, plain_from="this machine") as port:
             assert await answer(port, b"PRI") == b""
             assert await answer(port, b"PRI", issued.roots) == b"PRI"
-        async with listening(issued) as port:
+        async with run_echo_server(issued) as port:
             assert await answer(port, b"PRI") == b"PRI"
 
-    checked(tmp_path, check)
+    run_check(tmp_path, check)
 
 
 def test_silent_connections_are_limited_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_silent_connections_are_limited_and_closed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(first_byte, "FIRST_BYTE_S", 0.5)
 
     async def check(issued: Certificate) -> None:
-        async with listening(issued) as port:
+        async with run_echo_server(issued) as port:
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
             # The limit closes two of them at once, and FIRST_BYTE_S the other two.
             for reader, _ in silent:
@@ -95,4 +95,4 @@ def test_silent_connections_are_limited_and_closed(tmp_path: Path, monkeypatch: 
             for _, writer in silent:
                 writer.close()
 
-    checked(tmp_path, check)
+    run_check(tmp_path, check)

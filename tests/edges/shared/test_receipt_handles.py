@@ -27,7 +27,7 @@ NAMES = st.from_regex(r"[%|a-zA-Z0-9_-]{1,20}", fullmatch=True)
 RECEIPTS = st.builds(Receipt, NAMES, NAMES, INT32, INT64, INT64)
 
 
-def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES) -> None:
+def check_refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES) -> None:
     """Assert that a text is no receipt handle of the group and topic."""
     with pytest.raises(InvalidReceipt) as error:
         handles.decode(text, group, topic)
@@ -99,8 +99,8 @@ def test_a_handle_of_the_retry_topic_is_decoded_with_the_name_of_either_topic(re
 def test_a_handle_of_another_group_or_topic_is_refused(receipt: Receipt, group: str, topic: str) -> None:
     if (group, topic) != (receipt.group, receipt.topic):
         for leased in (receipt, of_retry_topic(receipt)):
-            refused(group, topic, HANDLES.encode(leased))
-            refused(group, retry_topic(group, topic), HANDLES.encode(leased))
+            check_refused(group, topic, HANDLES.encode(leased))
+            check_refused(group, retry_topic(group, topic), HANDLES.encode(leased))
 
 
 @given(RECEIPTS, st.data())
@@ -108,19 +108,19 @@ def test_a_changed_handle_is_refused(receipt: Receipt, data: st.DataObject) -> N
     text, names = HANDLES.encode(receipt), (receipt.group, receipt.topic)
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from("ABCxyz019-_=. \n").filter(lambda c: c != text[at]))
-    refused(*names, text[:at] + other + text[at + 1 :])
-    refused(*names, text[:at])
-    refused(*names, text + "A")
-    refused(*names, text + "=")
+    check_refused(*names, text[:at] + other + text[at + 1 :])
+    check_refused(*names, text[:at])
+    check_refused(*names, text + "A")
+    check_refused(*names, text + "=")
 
 
 @given(st.one_of(st.text(), st.binary(max_size=80).map(lambda b: base64.urlsafe_b64encode(b).decode())))
 def test_a_text_that_is_not_a_handle_is_refused(text: str) -> None:
-    refused("g", "t", text)
+    check_refused("g", "t", text)
 
 
 def test_a_handle_of_another_data_folder_is_refused() -> None:
-    refused("g", "t", ReceiptHandles(lambda: bytes(32)).encode(Receipt("g", "t", 1, 2, 3)))
+    check_refused("g", "t", ReceiptHandles(lambda: bytes(32)).encode(Receipt("g", "t", 1, 2, 3)))
 
 
 def test_a_handle_of_a_former_version_is_refused() -> None:
@@ -135,8 +135,8 @@ def test_a_handle_with_the_first_letters_of_the_group_in_its_content_is_refused(
     text = HANDLES.encode(Receipt("abcdg", "t", 1, 2, 3))
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     longer = data[:-16] + b"abcd" + data[-16:]
-    refused("g", "t", base64.urlsafe_b64encode(longer).rstrip(b"=").decode())
+    check_refused("g", "t", base64.urlsafe_b64encode(longer).rstrip(b"=").decode())
 
 
 def test_a_long_text_is_refused_at_once() -> None:
-    refused("g", "t", "A" * 4_000_000)
+    check_refused("g", "t", "A" * 4_000_000)

@@ -31,7 +31,7 @@ def node(tmp_path: Path, clock: ManualClock) -> Iterator[RunningNode]:
         yield running
 
 
-def delayed(wire: Wire, clock: ManualClock, **fields: object) -> service.SendResultEntry:
+def send_delayed(wire: Wire, clock: ManualClock, **fields: object) -> service.SendResultEntry:
     """Send a message that is due after DELAY_MS, and return its result."""
     [entry] = sent(wire, message(due_ms=clock.wall_ms() + DELAY_MS, **fields))
     return entry
@@ -45,7 +45,7 @@ def recall(wire: Wire, handle: str, topic: str = "orders") -> tuple[int, str, st
 
 
 def test_a_recalled_message_is_never_delivered(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
-    entry, other = delayed(wire, clock), delayed(wire, clock)
+    entry, other = send_delayed(wire, clock), send_delayed(wire, clock)
     for _ in range(2):  # a second recall succeeds, too
         assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
     clock.advance(DELAY_MS)
@@ -56,7 +56,7 @@ def test_a_recalled_message_is_never_delivered(node: RunningNode, wire: Wire, cl
 def test_a_late_recall_is_answered_with_the_time_of_delivery(
     node: RunningNode, wire: Wire, clock: ManualClock
 ) -> None:
-    entry = delayed(wire, clock)
+    entry = send_delayed(wire, clock)
     clock.advance(DELAY_MS)
     eventually(lambda: rows(node), "the message is delivered")
     code, sentence, message_id = recall(wire, entry.recall_handle)
@@ -65,8 +65,8 @@ def test_a_late_recall_is_answered_with_the_time_of_delivery(
 
 
 def test_an_invalid_or_foreign_handle_is_refused(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
-    entry = delayed(wire, clock)
-    delayed(wire, clock, topic="others")
+    entry = send_delayed(wire, clock)
+    send_delayed(wire, clock, topic="others")
     due_ms, name = clock.wall_ms() + DELAY_MS, node.settings.broker_name
     for handle, code in (
         ("", Code.BAD_REQUEST),
@@ -86,7 +86,7 @@ def test_an_invalid_or_foreign_handle_is_refused(node: RunningNode, wire: Wire, 
 def test_a_recall_in_a_topic_that_accepts_no_delays_is_refused(
     node: RunningNode, wire: Wire, clock: ManualClock
 ) -> None:
-    entry = delayed(wire, clock)
+    entry = send_delayed(wire, clock)
     for name in ("NORMAL", "FIFO", "TRANSACTION"):
         node.broker.tables.topics.configure("orders", TopicConfig(attributes={"message.type": name}))
         assert recall(wire, entry.recall_handle)[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
@@ -97,7 +97,7 @@ def test_a_recall_in_a_topic_that_accepts_no_delays_is_refused(
 def test_a_rescheduled_message_can_be_recalled_by_its_old_handle(
     node: RunningNode, wire: Wire, clock: ManualClock
 ) -> None:
-    moved, other = delayed(wire, clock), delayed(wire, clock)
+    moved, other = send_delayed(wire, clock), send_delayed(wire, clock)
     due_ms = clock.wall_ms() + 2 * DELAY_MS
     [verdict] = node.run(node.broker.reschedule(ids=[moved.message_id], due_ms=due_ms))
     assert verdict.verdict == "rescheduled"
@@ -111,7 +111,7 @@ def test_a_rescheduled_message_can_be_recalled_by_its_old_handle(
 
 def test_a_recall_is_still_in_effect_after_a_restart(tmp_path: Path, clock: ManualClock) -> None:
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
-        entry, other = delayed(wire, clock), delayed(wire, clock)
+        entry, other = send_delayed(wire, clock), send_delayed(wire, clock)
         assert recall(wire, entry.recall_handle)[0] == Code.OK
     clock.advance(DELAY_MS)
     with running_node(tmp_path / "data", clock) as node:

@@ -26,7 +26,7 @@ def renewals_of(consumer: Consumer) -> Renewals:
     return consumer.edge._renewals
 
 
-async def push(consumer: Consumer, **fields: Any) -> list[definition.Message]:
+async def receive_renewed(consumer: Consumer, **fields: Any) -> list[definition.Message]:
     """Receive messages as a push consumer does: the broker renews their leases."""
     return await consumer.receive(auto_renew=True, invisible_ms=None, **fields)
 
@@ -51,7 +51,7 @@ async def stay_connected(consumer: Consumer, ms: int, step_ms: int = 5_000) -> i
 async def test_a_handle_is_valid_while_its_client_is_connected(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     assert message.system_properties.invisible_duration.ToMilliseconds() == FIRST_LEASE_MS
     renewed = await stay_connected(consumer, 30 * MINUTE_MS)
     assert 3 <= renewed <= 10  # each renewal is longer than the previous one
@@ -67,7 +67,7 @@ async def test_without_renewal_it_comes_again(consumer: Consumer) -> None:
     """Control: nothing renews the message."""
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     await consumer.pass_time(FIRST_LEASE_MS)
     assert len(await consumer.receive()) == 1
     assert (await consumer.ack(message)).status.code == definition.Code.INVALID_RECEIPT_HANDLE
@@ -77,12 +77,12 @@ async def test_without_renewal_it_comes_again(consumer: Consumer) -> None:
 async def test_a_renewed_message_counts_one_attempt(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     await stay_connected(consumer, 10 * MINUTE_MS)
     changed = await consumer.change(message, 1_000)
     assert changed.status.code == OK and len(renewals_of(consumer)) == 0
     await consumer.pass_time(1_000)
-    (again,) = await push(consumer)
+    (again,) = await receive_renewed(consumer)
     assert again.system_properties.delivery_attempt == 2
 
 
@@ -90,7 +90,7 @@ async def test_a_renewed_message_counts_one_attempt(consumer: Consumer) -> None:
 async def test_a_renewed_message_can_become_a_dead_letter(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     await stay_connected(consumer, 5 * MINUTE_MS)
     assert await consumer.dead_letter(message) == OK and len(renewals_of(consumer)) == 0
     assert len(await consumer.receive("readers-of-dead-letters", "%DLQ%g")) == 1
@@ -100,7 +100,7 @@ async def test_a_renewed_message_can_become_a_dead_letter(consumer: Consumer) ->
 async def test_renewal_ends_after_the_maximum_time(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     await stay_connected(consumer, TOTAL_MS_MAX - MINUTE_MS, AHEAD_MS)
     assert await consumer.receive() == []
     await stay_connected(consumer, 2 * MINUTE_MS)
@@ -112,7 +112,7 @@ async def test_renewal_ends_after_the_maximum_time(consumer: Consumer) -> None:
 @run_with_consumer()
 async def test_messages_of_a_client_without_settings_are_not_renewed(consumer: Consumer) -> None:
     await consumer.send()
-    await push(consumer)
+    await receive_renewed(consumer)
     assert await stay_connected(consumer, FIRST_LEASE_MS) == 0
     assert len(await consumer.receive()) == 1 and len(renewals_of(consumer)) == 0
 
@@ -123,7 +123,7 @@ async def test_messages_of_a_removed_client_come_back_by_the_retry_policy(consum
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
     consumer.connect()
     await consumer.send(2)
-    first, second = await push(consumer)
+    first, second = await receive_renewed(consumer)
     await stay_connected(consumer, 2 * MINUTE_MS)
     assert (await consumer.ack(first)).status.code == OK
     consumer.edge.context.sessions.remove(consumer.name)
@@ -141,7 +141,7 @@ async def test_in_order_messages_of_a_removed_client_come_back_at_once(consumer:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     consumer.connect()
     await consumer.send(2, queues=1, unique_key=["a", "b"])
-    await push(consumer, queue_id=0, batch_size=1)
+    await receive_renewed(consumer, queue_id=0, batch_size=1)
     await stay_connected(consumer, 10 * MINUTE_MS)
     assert await consumer.receive() == []  # the other consumer holds it
     consumer.edge.context.sessions.remove(consumer.name)
@@ -157,8 +157,8 @@ async def test_the_end_of_a_client_does_not_affect_messages_of_others(consumer: 
     consumer.connect()
     other.connect()
     await consumer.send(2)
-    await push(consumer, batch_size=1)
-    (theirs,) = await push(other, batch_size=1)
+    await receive_renewed(consumer, batch_size=1)
+    (theirs,) = await receive_renewed(other, batch_size=1)
     consumer.edge.context.sessions.remove(consumer.name)
     await stay_connected(consumer, 5 * MINUTE_MS)
     assert (await other.ack(theirs)).status.code == OK
@@ -172,7 +172,7 @@ async def test_an_acknowledgement_during_a_renewal_succeeds(consumer: Consumer) 
     for turns in range(12):
         for answer_first in (True, False):
             await consumer.send()
-            (message,) = await push(consumer)
+            (message,) = await receive_renewed(consumer)
             await consumer.pass_time(FIRST_LEASE_MS - AHEAD_MS + 1_000)
             renewal_tasks = [] if answer_first else renewals_of(consumer).start_due()
             answer = asyncio.create_task(consumer.ack(message)) if answer_first else None
@@ -192,7 +192,7 @@ async def test_an_acknowledgement_during_a_renewal_succeeds(consumer: Consumer) 
 async def test_a_renewal_that_fails_is_tried_again(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     await consumer.pass_time(FIRST_LEASE_MS - AHEAD_MS + 1_000)
     engine = consumer.world.broker.consuming
     change, failures = engine.change_invisible_time, []
@@ -215,7 +215,7 @@ async def test_a_renewal_that_fails_is_tried_again(consumer: Consumer) -> None:
 async def test_after_a_failed_acknowledgement_the_message_is_renewed_again(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send()
-    (message,) = await push(consumer)
+    (message,) = await receive_renewed(consumer)
     await stay_connected(consumer, 2 * MINUTE_MS)
     engine = consumer.world.broker.consuming
     acknowledge = engine.acknowledge
@@ -240,7 +240,7 @@ def test_renewed_messages_are_limited_per_client_and_in_total(monkeypatch: pytes
         for name, expected in (("a", 3), ("b", 5), ("c", 5)):
             other = Consumer(consumer.world, consumer.edge, name)
             other.connect()
-            await push(other, batch_size=4)
+            await receive_renewed(other, batch_size=4)
             assert len(renewals_of(consumer)) == expected
         await stay_connected(consumer, 2 * MINUTE_MS)
         assert len(await consumer.receive()) == 12 - 5
@@ -252,21 +252,21 @@ def test_renewed_messages_are_limited_per_client_and_in_total(monkeypatch: pytes
 async def test_after_a_restart_messages_are_redelivered_after_their_last_renewal(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send(2)
-    answered, left = await push(consumer)
+    answered, left = await receive_renewed(consumer)
     await stay_connected(consumer, 2 * MINUTE_MS)
     await consumer.edge.close()
     await consumer.world.restart()
     other = Consumer(consumer.world, GrpcEdge(consumer.world.broker))
     other.connect()
-    assert await push(other) == []  # their last renewal is not over
+    assert await receive_renewed(other) == []  # their last renewal is not over
     assert (await other.ack(answered)).status.code == OK  # the handle is valid as long
     await stay_connected(other, 4 * MINUTE_MS)
-    (again,) = await push(other)
+    (again,) = await receive_renewed(other)
     assert again.system_properties.delivery_attempt == 2
     assert (await other.ack(left)).status.code == definition.Code.INVALID_RECEIPT_HANDLE
     assert (await other.ack(again)).status.code == OK
     await stay_connected(other, 20 * MINUTE_MS, MINUTE_MS)
-    assert await push(other) == []
+    assert await receive_renewed(other) == []
     await other.edge.close()
 
 
@@ -274,7 +274,7 @@ async def test_after_a_restart_messages_are_redelivered_after_their_last_renewal
 async def test_many_due_messages_are_all_renewed_with_limited_concurrency(consumer: Consumer) -> None:
     consumer.connect()
     await consumer.send(300)
-    messages = await push(consumer, batch_size=300)
+    messages = await receive_renewed(consumer, batch_size=300)
     await consumer.pass_time(FIRST_LEASE_MS - AHEAD_MS + 1_000)
     renewal_tasks = renewals_of(consumer).start_due()
     assert len(renewal_tasks) == module.RENEWING_MAX < len(messages)
@@ -293,7 +293,7 @@ def test_nothing_is_kept_of_settled_messages() -> None:
         consumer.connect()
         for _ in range(5):
             await consumer.send(10)
-            await consumer.ack(*await push(consumer))
+            await consumer.ack(*await receive_renewed(consumer))
         renewals = renewals_of(consumer)
         assert not renewals._held and not renewals._by_client and not renewals._due
 

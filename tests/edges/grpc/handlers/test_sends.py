@@ -410,7 +410,7 @@ def test_acknowledged_messages_are_there_after_a_restart(tmp_path: Path) -> None
 # ---- unique keys ---------------------------------------------------------------------------------------------------
 
 
-def keyed(node: RunningNode, on_pending: str = "", **more: Any) -> definition.Message:
+def keyed_message(node: RunningNode, on_pending: str = "", **more: Any) -> definition.Message:
     """Return a message that is due in an hour, with a unique key as a user property."""
     properties = {
         "TIMEBALL_UNIQUE_KEY": "order-17",
@@ -420,18 +420,18 @@ def keyed(node: RunningNode, on_pending: str = "", **more: Any) -> definition.Me
 
 
 def test_a_unique_key_is_a_user_property(node: RunningNode, wire: Wire) -> None:
-    [first] = sent(wire, keyed(node))
-    code, text = refused(wire, keyed(node))
+    [first] = sent(wire, keyed_message(node))
+    code, text = refused(wire, keyed_message(node))
     assert code == Code.BAD_REQUEST and "is pending" in text
-    [kept] = sent(wire, keyed(node, "keep"))
+    [kept] = sent(wire, keyed_message(node, "keep"))
     assert (kept.message_id, kept.recall_handle) == (first.message_id, first.recall_handle)
-    [new] = sent(wire, keyed(node, "replace"))
+    [new] = sent(wire, keyed_message(node, "replace"))
     with node.client() as ball:
         states = [ball.get(entry.message_id).state for entry in (first, new)]
     assert states == ["cancelled", "waiting"] and new.message_id != first.message_id
 
 
 def test_a_unique_key_is_of_a_single_message_outside_of_transactions(node: RunningNode, wire: Wire) -> None:
-    assert "sent alone" in refused(wire, keyed(node), keyed(node))[1]
+    assert "sent alone" in refused(wire, keyed_message(node), keyed_message(node))[1]
     half = message(message_type=Type.TRANSACTION, properties={"TIMEBALL_UNIQUE_KEY": "a"})
     assert "transaction" in refused(wire, half)[1]

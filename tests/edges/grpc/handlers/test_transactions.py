@@ -33,13 +33,13 @@ COMMIT, ROLLBACK, UNKNOWN = (
 )
 
 
-def half(wire: Wire, body: bytes = b"pay", **fields: Any) -> service.SendResultEntry:
+def send_half(wire: Wire, body: bytes = b"pay", **fields: Any) -> service.SendResultEntry:
     """Send a half message, and return its result."""
     [entry] = sent(wire, message(body, message_type=definition.MessageType.TRANSACTION, **fields))
     return entry
 
 
-def end(
+def end_half(
     wire: Wire,
     entry: service.SendResultEntry,
     resolution: int,
@@ -59,11 +59,11 @@ def end(
 
 
 def test_only_a_committed_half_message_is_delivered(node: RunningNode, wire: Wire) -> None:
-    entries = [half(wire, b"%d" % resolution) for resolution in (COMMIT, ROLLBACK, UNKNOWN)]
+    entries = [send_half(wire, b"%d" % resolution) for resolution in (COMMIT, ROLLBACK, UNKNOWN)]
     assert rows(node) == []
     assert len({entry.transaction_id for entry in entries}) == 3
     for entry, resolution in zip(entries, (COMMIT, ROLLBACK, UNKNOWN), strict=True):
-        assert end(wire, entry, resolution) == (Code.OK, "OK")
+        assert end_half(wire, entry, resolution) == (Code.OK, "OK")
     [row] = rows(node)
     assert (row["body"], row["unique_key"], row["sys_flag"] & 12) == (
         b"%d" % COMMIT, entries[0].message_id, 8,
@@ -72,25 +72,25 @@ def test_only_a_committed_half_message_is_delivered(node: RunningNode, wire: Wir
 
 
 def test_a_repeated_end_succeeds_and_the_opposite_end_is_refused(node: RunningNode, wire: Wire) -> None:
-    first, second = half(wire), half(wire)
-    assert end(wire, first, COMMIT) == end(wire, first, COMMIT) == (Code.OK, "OK")
-    assert end(wire, second, ROLLBACK) == end(wire, second, ROLLBACK) == (Code.OK, "OK")
-    code, sentence = end(wire, first, ROLLBACK)
+    first, second = send_half(wire), send_half(wire)
+    assert end_half(wire, first, COMMIT) == end_half(wire, first, COMMIT) == (Code.OK, "OK")
+    assert end_half(wire, second, ROLLBACK) == end_half(wire, second, ROLLBACK) == (Code.OK, "OK")
+    code, sentence = end_half(wire, first, ROLLBACK)
     assert code == Code.INVALID_TRANSACTION_ID and "it was committed before" in sentence
-    code, sentence = end(wire, second, COMMIT)
+    code, sentence = end_half(wire, second, COMMIT)
     assert code == Code.INVALID_TRANSACTION_ID and "it was rolled back before" in sentence
     assert len(rows(node)) == 1
 
 
 def test_a_transaction_id_of_another_message_is_refused(node: RunningNode, wire: Wire) -> None:
-    entry, other = half(wire), half(wire, topic="others")
+    entry, other = send_half(wire), send_half(wire, topic="others")
     for fields in (
         {"transaction_id": ""}, {"transaction_id": "nonsense"}, {"transaction_id": other.transaction_id},
         {"message_id": other.message_id}, {"message_id": ""}, {"topic": "others"},
         {"transaction_id": "0" * 15 + "9" + entry.transaction_id[16:]},
     ):  # fmt: skip
-        assert end(wire, entry, COMMIT, **fields)[0] == Code.INVALID_TRANSACTION_ID, fields
-    assert end(wire, entry, COMMIT, topic="no/name")[0] == Code.ILLEGAL_TOPIC
+        assert end_half(wire, entry, COMMIT, **fields)[0] == Code.INVALID_TRANSACTION_ID, fields
+    assert end_half(wire, entry, COMMIT, topic="no/name")[0] == Code.ILLEGAL_TOPIC
     assert rows(node) == []
     assert len(node.broker.transactions.open()) == 2
 
@@ -99,7 +99,7 @@ def test_half_messages_of_one_call_end_separately(node: RunningNode, wire: Wire)
     first, second = sent(
         wire, *(message(b"%d" % n, message_type=definition.MessageType.TRANSACTION) for n in range(2))
     )
-    assert end(wire, second, COMMIT)[0] == end(wire, first, ROLLBACK)[0] == Code.OK
+    assert end_half(wire, second, COMMIT)[0] == end_half(wire, first, ROLLBACK)[0] == Code.OK
     assert [row["body"] for row in rows(node)] == [b"1"]
 
 
@@ -123,9 +123,9 @@ def test_many_concurrent_transactions_end_as_requested(node: RunningNode, wire: 
 
 def test_an_open_transaction_can_be_ended_after_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
-        entry = half(wire)
+        entry = send_half(wire)
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
-        assert end(wire, entry, COMMIT) == (Code.OK, "OK")
+        assert end_half(wire, entry, COMMIT) == (Code.OK, "OK")
         assert [row["body"] for row in rows(node)] == [b"pay"]
 
 
@@ -136,7 +136,7 @@ def test_an_open_transaction_can_be_ended_after_a_restart(tmp_path: Path) -> Non
 def test_a_producer_is_asked_about_an_open_transaction(tmp_path: Path, namespace: str) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
-        entry = half(wire, namespace=namespace, properties={"who": "Ada"})
+        entry = send_half(wire, namespace=namespace, properties={"who": "Ada"})
         resource = definition.Resource(name="orders", resource_namespace=namespace)
         settings = definition.Settings(
             client_type=definition.ClientType.PRODUCER, publishing=definition.Publishing(topics=[resource])
@@ -153,7 +153,7 @@ def test_a_producer_is_asked_about_an_open_transaction(tmp_path: Path, namespace
         )
         assert half_message.system_properties.message_id == entry.message_id
         assert half_message.system_properties.message_type == definition.MessageType.TRANSACTION
-        assert end(wire, entry, COMMIT, namespace=namespace) == (Code.OK, "OK")
+        assert end_half(wire, entry, COMMIT, namespace=namespace) == (Code.OK, "OK")
         stream.cut()
         topic = "shop%orders" if namespace else "orders"
         assert [row["body"] for row in rows(node, topic)] == [b"pay"]
@@ -165,11 +165,11 @@ def test_a_producer_is_not_asked_before_its_recovery_duration(tmp_path: Path) ->
         late = message(b"late", message_type=definition.MessageType.TRANSACTION)
         late.system_properties.orphaned_transaction_recovery_duration.seconds = 60
         sent(wire, late)
-        soon = half(wire, b"soon")
+        soon = send_half(wire, b"soon")
         stream = wire.telemetry(producer_settings("orders"))
         clock.advance(59_999)
         assert next(stream).recover_orphaned_transaction_command.message.body == b"soon"
-        end(wire, soon, ROLLBACK)
+        end_half(wire, soon, ROLLBACK)
         clock.advance(1)
         assert next(stream).recover_orphaned_transaction_command.message.body == b"late"
         stream.cut()
@@ -179,7 +179,7 @@ def test_a_producer_is_not_asked_before_its_recovery_duration(tmp_path: Path) ->
 def test_without_a_producer_no_check_is_counted(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
-        half(wire)
+        send_half(wire)
         stream = wire.telemetry(producer_settings("others"))
         for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
             clock.advance(limits.TRANSACTION_CHECK_INTERVAL_MS)
@@ -192,7 +192,7 @@ def test_without_a_producer_no_check_is_counted(tmp_path: Path) -> None:
 def test_a_producer_with_a_full_command_queue_is_not_asked(tmp_path: Path) -> None:
     """Commands that it has not read are queued up to a bound. A producer with a full queue is not asked."""
     with running_node(tmp_path / "data", ManualClock()) as node, Wire.to(node) as wire:
-        half(wire)
+        send_half(wire)
         stream = wire.telemetry(producer_settings("orders"))
         node.run(_fill_command_queue(node))
         stream.cut()
