@@ -18,12 +18,14 @@ _out = threading.Lock()
 
 
 def emit(line):
+    """Write a line in one piece, from any thread."""
     with _out:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
 
 def text(value):
+    """Return bytes as text, and None unchanged."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -34,7 +36,7 @@ def sign(client):
         client.set_session_credentials(key, secret, "")
 
 
-SEEN = [
+PROPERTIES = [  # the properties that tests check
     "UNIQ_KEY",
     "DELAY",
     "REAL_TOPIC",
@@ -49,8 +51,9 @@ SEEN = [
 ]
 
 
-def told(message):
-    properties = {name: text(message.get_property(name)) for name in SEEN}
+def describe(message):
+    """Return the fields of a received message that tests check."""
+    properties = {name: text(message.get_property(name)) for name in PROPERTIES}
     return {
         "topic": message.topic,
         "body": text(message.body),
@@ -67,6 +70,8 @@ def told(message):
 
 
 class Client:
+    """The requests, one method for each `op` (drivers.py describes them). `running` has the stock clients by name."""
+
     def __init__(self):
         self.running = {}
         self.failures = collections.Counter()
@@ -74,6 +79,7 @@ class Client:
     # ---- producing
 
     def producer(self, request):
+        """Start a producer."""
         producer = stock.Producer(request["group"], timeout=20_000)
         producer.set_namesrv_addr(NAME_SERVER)
         sign(producer)
@@ -81,6 +87,7 @@ class Client:
         self.running[request["name"]] = producer
 
     def message(self, request):
+        """Return the stock message for a request."""
         message = stock.Message(request["topic"])
         message.set_body(request["body"])
         if "tag" in request:
@@ -96,16 +103,19 @@ class Client:
         return message
 
     def send(self, request):
+        """Send a message, and return the result."""
         producer, message = self.running[request["producer"]], self.message(request)
         if "queue_id" in request:
-            return self.sent(producer.send_orderly(message, request["queue_id"]))
-        return self.sent(producer.send_sync(message))
+            return self.describe_result(producer.send_orderly(message, request["queue_id"]))
+        return self.describe_result(producer.send_sync(message))
 
     def send_batch(self, request):
-        messages = [self.message(one) for one in request["messages"]]
-        return self.sent(self.running[request["producer"]].send_batch(messages))
+        """Send a batch, and return the result."""
+        messages = [self.message(fields) for fields in request["messages"]]
+        return self.describe_result(self.running[request["producer"]].send_batch(messages))
 
-    def sent(self, result):
+    def describe_result(self, result):
+        """Return the result of a send for the tests."""
         return {
             "status": "SEND_" + result.status.name,
             "message_id": result.msg_id,
@@ -115,6 +125,7 @@ class Client:
     # ---- consuming
 
     def consumer(self, request):
+        """Start a push consumer, which reports each delivery. The first `fail` deliveries of a body fail."""
         name, fail = request["name"], request.get("fail", 0)
         model = stock.MessageModel.BROADCASTING if request.get("broadcast") else stock.MessageModel.CLUSTERING
         consumer = stock.PushConsumer(
@@ -124,17 +135,18 @@ class Client:
         sign(consumer)
         consumer.set_instance_name(name)
 
-        def received(_, handle):
-            what = told(stock.RecvMessage(handle))
-            self.failures[name, what["body"]] += 1
-            done = self.failures[name, what["body"]] > fail
-            emit({"event": "message", "consumer": name, "done": done, "message": what})
+        def take_delivery(_, handle):
+            """Report a delivery, and return whether it has succeeded."""
+            fields = describe(stock.RecvMessage(handle))
+            self.failures[name, fields["body"]] += 1
+            done = self.failures[name, fields["body"]] > fail
+            emit({"event": "message", "consumer": name, "done": done, "message": fields})
             return (CONSUMED if done else LATER).value
 
         # Not `subscribe`: it raises a listener's error into the C++ client, where it may count as success.
         topic, expression = request["topic"].encode(), request["expression"].encode()
         stock.ffi_check(stock.dll.Subscribe(consumer._handle, topic, expression))
-        consumer._register_callback(received)
+        consumer._register_callback(take_delivery)
         consumer.start()
         self.running[name] = consumer
 
@@ -147,17 +159,19 @@ class Client:
         try:
             return {
                 "messages": [
-                    told(message) for message in consumer.pull(request["topic"], request["expression"])
+                    describe(message) for message in consumer.pull(request["topic"], request["expression"])
                 ]
             }
         finally:
             consumer.shutdown()
 
     def stop(self, request):
+        """Stop a producer or a consumer."""
         self.running.pop(request["name"]).shutdown()
 
 
 def answer(client, request):
+    """Perform a request, and write its result or its error."""
     line = {"id": request["id"]}
     try:
         line["result"] = getattr(client, request["op"])(request)
@@ -167,6 +181,7 @@ def answer(client, request):
 
 
 def main():
+    """Perform each request on stdin in a thread of its own."""
     client = Client()
     emit({"event": "ready"})
     for line in sys.stdin:

@@ -30,12 +30,14 @@ _out = threading.Lock()
 
 
 def emit(line):
+    """Write a line in one piece, from any thread."""
     with _out:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
 
-def told(message):
+def describe(message):
+    """Return the fields of a received message that tests check."""
     return {
         "topic": message.topic,
         "body": message.body.decode(),
@@ -52,11 +54,13 @@ def told(message):
 
 
 def configuration(request):
+    """Return the stock configuration with the request's account and endpoint."""
     keys = stock.Credentials(request.get("access_key", ""), request.get("secret_key", ""))
     return stock.ClientConfiguration(request.get("endpoint", ENDPOINT), keys, request_timeout=REQUEST_S)
 
 
 def subscription(request):
+    """Return the filter of a request by topic."""
     if "sql" in request:
         return {request["topic"]: stock.FilterExpression(request["sql"], FilterType.SQL)}
     return {request["topic"]: stock.FilterExpression(request.get("expression", "*"))}
@@ -64,7 +68,8 @@ def subscription(request):
 
 class Checker(stock.TransactionChecker):
     def check(self, message):
-        emit({"event": "check", "message": told(message)})
+        """Report a check, and answer with the property `check` of the half message."""
+        emit({"event": "check", "message": describe(message)})
         return RESOLUTIONS[message.properties["check"]]
 
 
@@ -77,20 +82,23 @@ class Listener(stock.MessageListener):
         self.lock = threading.Lock()
 
     def consume(self, message):
-        what = told(message)
+        """Report a delivery, and return whether it has succeeded."""
+        fields = describe(message)
         with self.lock:
-            self.failures[what["body"]] += 1
-            done = self.failures[what["body"]] > self.fail
-        emit({"event": "message", "consumer": self.name, "done": done, "message": what})
+            self.failures[fields["body"]] += 1
+            done = self.failures[fields["body"]] > self.fail
+        emit({"event": "message", "consumer": self.name, "done": done, "message": fields})
         if self.hold:
             threading.Event().wait()
         if self.work_ms:
             time.sleep(self.work_ms / 1000)
-            emit({"event": "end", "consumer": self.name, "body": what["body"]})
+            emit({"event": "end", "consumer": self.name, "body": fields["body"]})
         return stock.ConsumeResult.SUCCESS if done else stock.ConsumeResult.FAILURE
 
 
 class Client:
+    """The requests, one method for each `op` (drivers.py describes them). `running` has the stock clients by name."""
+
     def __init__(self):
         self.running = {}
         self.received = {}
@@ -99,6 +107,7 @@ class Client:
     # ---- producing
 
     def producer(self, request):
+        """Start a producer."""
         checker = Checker() if request.get("transactions") else None
         self.start(
             request,
@@ -111,10 +120,12 @@ class Client:
         )
 
     def start(self, request, client):
+        """Start a stock client, and keep it by the request's name."""
         client.startup()
         self.running[request["name"]] = client
 
     def message(self, request):
+        """Return the stock message for a request."""
         message = stock.Message()
         message.topic = request["topic"]
         message.body = request["body"].encode()
@@ -132,19 +143,22 @@ class Client:
         return message
 
     def send(self, request):
-        return self.sent(self.running[request["producer"]].send(self.message(request)))
+        """Send a message, and return the result."""
+        return self.describe_result(self.running[request["producer"]].send(self.message(request)))
 
     def send_transaction(self, request):
+        """Send a half message, and commit it, roll it back or leave it open."""
         producer = self.running[request["producer"]]
         transaction = producer.begin_transaction()
-        sent = self.sent(producer.send(self.message(request), transaction))
+        sent = self.describe_result(producer.send(self.message(request), transaction))
         if request["local"] == "COMMIT":
             transaction.commit()
         elif request["local"] == "ROLLBACK":
             transaction.rollback()
         return sent
 
-    def sent(self, receipt):
+    def describe_result(self, receipt):
+        """Return the result of a send for the tests."""
         return {
             "message_id": receipt.message_id,
             "transaction_id": receipt.transaction_id,
@@ -153,11 +167,13 @@ class Client:
         }
 
     def recall(self, request):
+        """Recall a message, and return its id."""
         return self.running[request["producer"]].recall_message(request["topic"], request["handle"])
 
     # ---- consuming
 
     def simple(self, request):
+        """Start a simple consumer."""
         self.start(
             request,
             stock.SimpleConsumer(
@@ -170,23 +186,28 @@ class Client:
         )
 
     def receive(self, request):
-        """Messages, each with a number by which it is acknowledged and changed."""
+        """Receive messages. Return each with a number for its acknowledgement and for changes of its invisible time."""
         consumer = self.running[request["consumer"]]
-        found = []
+        messages = []
         for message in consumer.receive(request["count"], request["invisible_s"]):
             number = next(self.numbers)
             self.received[number] = message
-            found.append({**told(message), "number": number, "received_ms": time.time_ns() // 1_000_000})
-        return found
+            messages.append(
+                {**describe(message), "number": number, "received_ms": time.time_ns() // 1_000_000}
+            )
+        return messages
 
     def ack(self, request):
+        """Acknowledge a received message by its number."""
         self.running[request["consumer"]].ack(self.received[request["number"]])
 
     def change(self, request):
+        """Change the invisible time of a received message by its number."""
         message = self.received[request["number"]]
         self.running[request["consumer"]].change_invisible_duration(message, request["invisible_s"])
 
     def push(self, request):
+        """Start a push consumer with a Listener."""
         options = request.get("fail", 0), request.get("hold", False), request.get("work_ms", 0)
         listener = Listener(request["name"], *options)
         self.start(
@@ -201,11 +222,13 @@ class Client:
         )
 
     def stop(self, request):
+        """Stop a producer or a consumer."""
         self.running.pop(request["name"]).shutdown()
 
 
 def answer(client, request):
-    asyncio.set_event_loop(LOOP)
+    """Perform a request, and write its result or its error."""
+    asyncio.set_event_loop(LOOP)  # see LOOP
     line = {"id": request["id"]}
     try:
         line["result"] = getattr(client, request["op"])(request)
@@ -220,6 +243,7 @@ def answer(client, request):
 
 
 def main():
+    """Perform each request on stdin in a thread of its own."""
     client = Client()
     emit({"event": "ready"})
     for line in sys.stdin:

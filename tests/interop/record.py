@@ -115,18 +115,18 @@ def golden(recorder: Recorder) -> bytes:
         kind = (command.code, command.flag, frozenset(command.ext))
         counts[kind] += 1
         if counts[kind] <= OF_A_KIND:
-            frames.append(raw(scrubbed(frame)))
+            frames.append(encode_frame(without_names(frame)))
     return b"".join(frames)
 
 
-def raw(frame: Frame) -> bytes:
+def encode_frame(frame: Frame) -> bytes:
     """Return the bytes of a frame as a client sends them."""
     word = frame.serialisation << 24 | len(frame.header)
     lengths = (4 + len(frame.header) + len(frame.body)).to_bytes(4, "big") + word.to_bytes(4, "big")
     return lengths + frame.header + frame.body
 
 
-def scrubbed(frame: Frame) -> Frame:
+def without_names(frame: Frame) -> Frame:
     """Return a frame in which the names of this machine are replaced."""
     header, body = frame.header, frame.body
     for name, other in machine_names():

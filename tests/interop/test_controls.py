@@ -13,7 +13,7 @@ from tests.interop import environments, stock_clients
 from tests.interop.conversation import by_body, is_early
 from tests.interop.environments import Missing
 from tests.interop.grpc_conversation import came_early
-from tests.interop.record import golden, raw, scrubbed
+from tests.interop.record import encode_frame, golden, without_names
 from tests.interop.recorder import recording
 
 from timeball.edges.remoting.codec.codes import RequestCode
@@ -127,6 +127,6 @@ def test_a_recording_does_not_contain_the_name_of_this_machine(monkeypatch: pyte
     name, other = b"10.20.30.40", b"11.11.11.11"
     monkeypatch.setattr("tests.interop.record.machine_names", lambda: iter([(name, other)]))
     frame = Frame(0, b'{"code":34,"extFields":{"a":"10.20.30.40@17"}}', b"10.20.30.40")
-    [recorded] = Splitter().feed(raw(scrubbed(frame)))
+    [recorded] = Splitter().feed(encode_frame(without_names(frame)))
     assert recorded.body == other
     assert decode(recorded).ext == {"a": "11.11.11.11@17"}

@@ -72,7 +72,8 @@ def kill_the_broker(which: str, folder: Path) -> None:
             attempts = {m["body"]: m["attempt"] for m in received}
             assert attempts == {body: 2 if body == "now 1" else 1 for body in expected}
             client.wait_until(
-                lambda: delivered(talk, push) >= sent, lambda: f"lost: {sent - delivered(talk, push)}"
+                lambda: consumed_bodies(talk, push) >= sent,
+                lambda: f"lost: {sent - consumed_bodies(talk, push)}",
             )
             assert not any(talk.is_early(f"delayed {n}", due_ms) for n in range(MESSAGES))
 
@@ -101,7 +102,7 @@ def kill_the_client(which: str, folder: Path) -> None:
         )
 
 
-def delivered(talk: GrpcConversation, push: str) -> set[str]:
+def consumed_bodies(talk: GrpcConversation, push: str) -> set[str]:
     """Return the bodies of the messages that a push consumer has consumed."""
     return {message["body"] for message in talk.client.deliveries(push, done=True)}
 

@@ -63,21 +63,25 @@ def as_root(**more: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def signing(folder: Path, guarded: StockBroker) -> Iterator[Start]:
     """The client programs by name. They have the secret of the account `shop`."""
-    yield from started(lambda which: signed(which, SECRET), guarded, folder / "signing")
+    yield from start_when_called(lambda which: signing_command(which, SECRET), guarded, folder / "signing")
 
 
 @pytest.fixture(scope="module")
 def wrongly_signing(folder: Path, guarded: StockBroker) -> Iterator[Start]:
     """The client programs by name. They have a wrong secret of the account `shop`."""
-    yield from started(lambda which: signed(which, "another secret"), guarded, folder / "wrongly-signing")
+    yield from start_when_called(
+        lambda which: signing_command(which, "another secret"), guarded, folder / "wrongly-signing"
+    )
 
 
-def signed(which: str, secret: str) -> list[str]:
+def signing_command(which: str, secret: str) -> list[str]:
     """Return the command of a client program that signs as the account `shop` with a secret."""
     return ["env", "STOCK_ACCESS_KEY=shop", f"STOCK_SECRET_KEY={secret}", *command(which)]
 
 
-def started(command_of: Callable[[str], list[str]], broker: StockBroker, home: Path) -> Iterator[Start]:
+def start_when_called(
+    command_of: Callable[[str], list[str]], broker: StockBroker, home: Path
+) -> Iterator[Start]:
     """Yield a function that returns a client program by name, and starts it at the first call. Then stop them all."""
     running: dict[str, Driver] = {}
 
@@ -189,7 +193,7 @@ def tool_of(home: Path, patch: pytest.MonkeyPatch, account: str, secret: str) ->
 def test_a_broker_without_accounts_accepts_signed_requests(
     broker: StockBroker, name: str, tmp_path: Path
 ) -> None:
-    client = Driver(signed(ALI_ONS, SECRET), broker.name_server, tmp_path)
+    client = Driver(signing_command(ALI_ONS, SECRET), broker.name_server, tmp_path)
     try:
         Conversation(client, broker, name).send("x")
     finally:
@@ -228,7 +232,7 @@ def over_tls(which: str, roots: str) -> list[str]:
         "tls.enable": "true", "tls.test.mode.enable": "false", "tls.client.authServer": "true",
         "tls.client.trustCertPath": roots,
     }  # fmt: skip
-    arguments = signed(which, SECRET)
+    arguments = signing_command(which, SECRET)
     at = arguments.index("-cp")
     return [*arguments[:at], *(f"-D{name}={value}" for name, value in properties.items()), *arguments[at:]]
 

@@ -59,7 +59,7 @@ def test_without_memory_a_request_may_only_send_its_first_window(node: RunningNo
     edge = node.node.edges.flight
     assert edge is not None
     received = edge.room.received
-    with filled(node, received), RawClient(node, port=node.node.port) as client:
+    with fill_quota(node, received), RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}{method}"))
         announced = message(bytes(100_000))
         for at in range(0, 2 * WINDOW_BYTES, 8_192):
@@ -75,7 +75,7 @@ def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(
     descriptor = flight.FlightDescriptor.for_path(b"send").serialize()
     begun = codec.encode_data(ipc.schema_header(batch.schema))
     ((header, body),) = ipc.split_batch(batch, MESSAGE_BYTES_MAX)
-    with filled(node, edge._budget), RawClient(node, port=node.node.port) as client:
+    with fill_quota(node, edge._budget), RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange"))
         described = bytes([0x0A, len(descriptor)]) + descriptor
         client.data(number, framed(described, *begun), ends=False)
@@ -89,7 +89,7 @@ def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(
 
 
 @contextmanager
-def filled(node: RunningNode, quota: MemoryQuota) -> Iterator[None]:
+def fill_quota(node: RunningNode, quota: MemoryQuota) -> Iterator[None]:
     """Let another address hold the whole quota."""
 
     async def fill() -> None:

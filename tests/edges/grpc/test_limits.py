@@ -20,7 +20,7 @@ LARGE = definition.Message(topic=definition.Resource(name="orders"), body=bytes(
 HEARTBEAT = service.HeartbeatRequest(group=definition.Resource(name="g"))
 
 
-def refused(wire: Wire, request: object, **options: object) -> grpc.StatusCode:
+def status_of_refusal(wire: Wire, request: object, **options: object) -> grpc.StatusCode:
     """Make a SendMessage call that must end with a gRPC error, and return its code."""
     call = wire._call("unary_unary", "SendMessage")
     with pytest.raises(grpc.RpcError) as error:
@@ -32,7 +32,9 @@ def refused(wire: Wire, request: object, **options: object) -> grpc.StatusCode:
 def test_a_compressed_request_is_bounded_by_its_decompressed_size(node: RunningNode, wire: Wire) -> None:
     """64 MiB of zeros are compressed to 64 KiB."""
     bomb = service.SendMessageRequest(messages=[LARGE])
-    assert refused(wire, bomb, compression=grpc.Compression.Gzip) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (
+        status_of_refusal(wire, bomb, compression=grpc.Compression.Gzip) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
     wire.ask_ok("QueryRoute", service.QueryRouteRequest(topic=definition.Resource(name="orders")))
 
 

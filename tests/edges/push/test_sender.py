@@ -28,7 +28,7 @@ async def refuse_look_up(host: str, port: int) -> Sequence[str]:
 
 
 @asynccontextmanager
-async def sending(
+async def run_receiver(
     url: str, allowed: Allowed = LOOPBACK, look_up: sender.LookUp = refuse_look_up, **options: Any
 ) -> AsyncIterator[Receiver]:
     """Run a receiver for a URL during a block."""
@@ -42,7 +42,7 @@ async def sending(
 
 def post(url: str, body: bytes = b"body", **options: Any) -> Answer:
     async def once() -> Answer:
-        async with sending(url, **options) as receiver:
+        async with run_receiver(url, **options) as receiver:
             return await receiver.post(body, [("x-a", "1"), ("content-type", "text/plain")], now_ms=0)
 
     return asyncio.run(once())
@@ -116,7 +116,7 @@ def test_a_connection_is_reused_unless_its_answer_was_long() -> None:
     with receiver_of(lambda request: Reply(body=request.body * 1_000)) as receiver:
 
         async def several() -> None:
-            async with sending(receiver.url, connections=1) as receiver_client:
+            async with run_receiver(receiver.url, connections=1) as receiver_client:
                 for body in (b"", b"x", b"y" * 1_000, b"z"):
                     assert (await receiver_client.post(body, [], 0)).outcome == "delivered"
 
@@ -161,7 +161,7 @@ def test_a_name_is_checked_again_for_the_next_connection(
         return next(answers)
 
     async def twice(url: str) -> list[str]:
-        async with sending(url, Allowed.parse("127.0.0.1"), rebinding) as receiver_client:
+        async with run_receiver(url, Allowed.parse("127.0.0.1"), rebinding) as receiver_client:
             return [(await receiver_client.post(b"x", [], 0)).outcome for _ in range(2)]
 
     with receiver_of(lambda _: Reply(200, {"connection": "close"})) as receiver:
@@ -197,7 +197,7 @@ def test_an_address_in_the_url_is_checked_at_creation_and_at_connection() -> Non
             post(receiver.url, allowed=nothing)
 
         async def late() -> Answer:
-            async with sending(receiver.url) as receiver_client:
+            async with run_receiver(receiver.url) as receiver_client:
                 receiver_client._allowed = nothing
                 return await receiver_client.post(b"x", [], 0)
 
@@ -209,7 +209,7 @@ def test_localhost_is_resolved_and_reached() -> None:
     async def real() -> Answer:
         resolver = HostResolver()
         try:
-            async with sending(
+            async with run_receiver(
                 f"http://localhost:{receiver.port}/", look_up=resolver.look_up
             ) as receiver_client:
                 return await receiver_client.post(b"x", [], 0)

@@ -38,7 +38,7 @@ def subscribe(client: Client, name: str, receiver: Receiver, **fields: Any) -> A
     return answer.value
 
 
-def shown(client: Client, name: str) -> Any:
+def show(client: Client, name: str) -> Any:
     """Return a subscription as the HTTP API shows it."""
     return client.ask("GET", f"/v1/subscriptions/{name}").value
 
@@ -70,7 +70,7 @@ def first_then(first: Reply) -> Script:
 
 def wait_for_requests(node: RunningNode, client: Client, name: str) -> None:
     """Wait until no request of a subscription is in flight."""
-    eventually(lambda: shown(client, name)["in_flight"] == 0, "nothing is in flight")
+    eventually(lambda: show(client, name)["in_flight"] == 0, "nothing is in flight")
 
 
 def test_messages_are_delivered_once_with_their_headers(node: RunningNode, client: Client) -> None:
@@ -161,7 +161,7 @@ def test_status_410_pauses_the_subscription(node: RunningNode, client: Client) -
     with receiver_of(lambda _: Reply(410)) as receiver:
         subscribe(client, "gone", receiver, in_flight_max=1)
         bodies = send(client, "gone", 3)
-        eventually(lambda: shown(client, "gone")["state"] == "gone", "it is paused")
+        eventually(lambda: show(client, "gone")["state"] == "gone", "it is paused")
         wait_for_requests(node, client, "gone")
         assert len(receiver.requests) == 1
         receiver.script = lambda _: Reply()
@@ -197,14 +197,14 @@ def test_a_receiver_that_is_down_costs_few_attempts(
     with receiver_of(lambda _: Reply(500)) as receiver:
         subscribe(client, "down", receiver, in_flight_max=4)
         bodies = send(client, "down", 200)
-        eventually(lambda: shown(client, "down")["state"] == "failing", "the circuit is open")
+        eventually(lambda: show(client, "down")["state"] == "failing", "the circuit is open")
         eventually(
             lambda: len(receiver.requests) >= worker.FAILURES_MAX + 5, "single requests test the receiver"
         )
         attempts = len(receiver.requests)
         assert attempts <= 40 and dead_letters(node, "down") <= attempts / 3
         receiver.script = lambda _: Reply()
-        eventually(lambda: shown(client, "down")["state"] == "delivering", "the circuit is closed")
+        eventually(lambda: show(client, "down")["state"] == "delivering", "the circuit is closed")
         outcomes = node.node.metrics.push["down"].outcomes
         eventually(
             lambda: outcomes["delivered"] + dead_letters(node, "down") == 200,
@@ -279,7 +279,7 @@ def test_delivery_begins_when_the_topic_is_created(
     monkeypatch.setattr(worker, "RETRY_S", 0.01)
     with receiver_of() as receiver:
         subscribe(client, "not-yet", receiver)
-        eventually(lambda: shown(client, "not-yet")["last_failure"], "the missing topic is reported")
+        eventually(lambda: show(client, "not-yet")["last_failure"], "the missing topic is reported")
         send(client, "not-yet", 1)
         eventually(lambda: len(receiver.requests) == 1, "it is sent")
 

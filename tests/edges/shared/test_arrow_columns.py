@@ -179,7 +179,7 @@ def test_a_shared_buffer_counts_for_each_of_its_columns() -> None:
 VALID = struct.pack("<2i", 0, 9) + b"lying-one"  # the two offsets of the topic, and its characters
 
 
-def received(topic: bytes) -> pa.RecordBatch:
+def batch_with_topic(topic: bytes) -> pa.RecordBatch:
     """Build a batch as received from a socket, with these bytes as offsets and characters of the topic."""
     sink = io.BytesIO()
     valid = batch(topic=["lying-one"])
@@ -201,6 +201,6 @@ def received(topic: bytes) -> pa.RecordBatch:
     ids=["after the end", "decreasing", "negative", "not-utf8"],
 )
 def test_batches_with_invalid_offsets_or_characters_are_refused(topic: bytes) -> None:
-    assert received(VALID).column("topic").to_pylist() == ["lying-one"]
+    assert batch_with_topic(VALID).column("topic").to_pylist() == ["lying-one"]
     with pytest.raises(InvalidMessage, match="not a sound record batch"):
-        adopt(received(topic))
+        adopt(batch_with_topic(topic))

@@ -10,7 +10,7 @@ from timeball.edges.shared.shared_limits import SharedLimit, exceeds_share
 from timeball.model.errors import OverLimit
 
 
-def admitted(limit: SharedLimit, address: str, account: str = "") -> int:
+def count_admitted(limit: SharedLimit, address: str, account: str = "") -> int:
     """Return how many calls are admitted until one is refused."""
     for count in range(1_000):
         try:
@@ -22,21 +22,21 @@ def admitted(limit: SharedLimit, address: str, account: str = "") -> int:
 
 def test_one_address_alone_gets_at_most_half() -> None:
     limit = SharedLimit("streams", 60)
-    assert admitted(limit, "a") == 30
+    assert count_admitted(limit, "a") == 30
     with pytest.raises(OverLimit, match="30 streams of a are open, its share of 60"):
         limit.admit("a")
-    assert admitted(limit, "b") == 20
-    assert admitted(limit, "c") == 10, "the last free ones"
+    assert count_admitted(limit, "b") == 20
+    assert count_admitted(limit, "c") == 10, "the last free ones"
     with pytest.raises(OverLimit, match="60 streams are open"):
         limit.admit("d")
     for _ in range(20):
         limit.give_back("b")
-    assert admitted(limit, "d") == 15
+    assert count_admitted(limit, "d") == 15
 
 
 def test_an_account_is_counted_over_all_its_addresses() -> None:
     limit = SharedLimit("calls", 60)
-    assert sum(admitted(limit, f"10.0.0.{at}", "shop") for at in range(10)) == 30
+    assert sum(count_admitted(limit, f"10.0.0.{at}", "shop") for at in range(10)) == 30
     with pytest.raises(OverLimit, match="calls of shop are open"):
         limit.admit("10.0.0.11", "shop")
     limit.admit("10.0.0.11", "other")

@@ -53,7 +53,7 @@ def reference(data: bytes) -> Row | str:
     return [(each.resource_namespace, each.name) for each in topics_in_send(request)], row
 
 
-def compiled(data: bytes) -> Row | str | None:
+def decode_compiled(data: bytes) -> Row | str | None:
     """Decode with the compiled decoder. Returns like `reference`, or None for a send that is not plain."""
     plain: Any = read_plain(data)
     if plain is None:
@@ -70,7 +70,7 @@ def compiled(data: bytes) -> Row | str | None:
 
 def check_plain(data: bytes) -> bool:
     """Check that both decoders agree. Returns whether the send is plain."""
-    result = compiled(data)
+    result = decode_compiled(data)
     assert result is None or result == reference(data)
     return result is not None
 

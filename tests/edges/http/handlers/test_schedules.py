@@ -179,7 +179,7 @@ async def test_the_rule_of_a_put_is_read_in_a_thread(world: World) -> None:
 PROGRESS = Progress(State.ACTIVE, 5, number=7, due_ms=60_000, at_ms=5)
 
 
-def shown(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: object) -> Schedule:
+def show(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: object) -> Schedule:
     """Build the answer that shows a schedule with these changes of its facts."""
     return show_schedule(Shown("a", facts_of(**changes), progress, "1970-01-01T00:01:00", may_read))  # type: ignore[arg-type]
 
@@ -206,7 +206,7 @@ def test_a_shown_schedule_is_a_valid_request_for_the_same() -> None:
     ],
 )
 def test_a_duration_is_shown_in_its_largest_unit(within_ms: int, text: str) -> None:
-    found = shown(catch_up_within_ms=within_ms)
+    found = show(catch_up_within_ms=within_ms)
     assert found.catch_up_within == text
     assert to_facts(
         SchedulePut(rule=found.rule, topic="t", body="b", catch_up_within=text)
@@ -214,21 +214,21 @@ def test_a_duration_is_shown_in_its_largest_unit(within_ms: int, text: str) -> N
 
 
 def test_the_pending_occurrence_and_the_last_release_are_shown() -> None:
-    found = shown()
+    found = show()
     assert found.next is not None and (found.next.id, found.next.due) == (
         "a.60000",
         "1970-01-01T00:01:00.000Z",
     )
     assert (found.last, found.last_due, found.state) == (None, None, "active")
-    ended = shown(Progress(State.ENDED, 60_000, runs=1, last_due_ms=60_000, last_ms=60_002))
+    ended = show(Progress(State.ENDED, 60_000, runs=1, last_due_ms=60_000, last_ms=60_002))
     assert (ended.next, ended.state, ended.last_due) == (None, "ended", "1970-01-01T00:01:00.000Z")
     assert ended.last == "1970-01-01T00:01:00.002Z"
-    assert shown(Progress(State.FAILED, 5, error="no zone")).error == "no zone"
+    assert show(Progress(State.FAILED, 5, error="no zone")).error == "no zone"
 
 
 def test_a_body_is_shown_only_to_those_who_may_receive() -> None:
-    assert (shown().body, shown(body=b"\xff").base64) == ("tick", b"\xff")
-    hidden = shown(may_read=False)
+    assert (show().body, show(body=b"\xff").base64) == ("tick", b"\xff")
+    hidden = show(may_read=False)
     assert (hidden.body, hidden.base64) == (None, None)
 
 

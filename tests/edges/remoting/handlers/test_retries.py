@@ -55,7 +55,7 @@ async def read(world: World, topic: str) -> list[dict[str, Any]]:
     return result
 
 
-async def retried(world: World, count: int) -> list[dict[str, Any]]:
+async def retries_of(world: World, count: int) -> list[dict[str, Any]]:
     """Wait for so many messages in the retry topic, and return them."""
     await world.until(lambda: world.broker.queues("%RETRY%readers")[0][1] >= count, "the retry")
     return await read(world, "%RETRY%readers")
@@ -99,7 +99,7 @@ async def test_a_message_becomes_a_dead_letter_after_sixteen_retries(world: Worl
         await world.advance(delay_ms - 1)
         assert len(await read(world, "%RETRY%readers")) == number
         await world.advance(1)
-        retry = (await retried(world, number + 1))[-1]
+        retry = (await retries_of(world, number + 1))[-1]
         assert (retry["reconsume_times"], retry["body"]) == (number + 1, b"body")
         properties = decode_properties(retry["properties"])
         assert properties["DELAY"] == str(FIRST_RETRY_LEVEL + number)
@@ -121,7 +121,7 @@ async def test_a_retry_uses_the_requested_delay_level(world: World) -> None:
     retries, seq = create_retries(world), await send(world)
     assert await return_message(retries, offset=seq, group="readers", delayLevel=1) == OK
     await world.advance(1 * SECOND_MS)  # level 1
-    [retry] = await retried(world, 1)
+    [retry] = await retries_of(world, 1)
     assert decode_properties(retry["properties"])["DELAY"] == "1"
 
 

@@ -259,7 +259,7 @@ def send_end(wire: Wire, answer: Command, resolution: int) -> None:
     )  # fmt: skip
 
 
-def pulled(wire: Wire) -> list[StoredMessage]:
+def pull_messages(wire: Wire) -> list[StoredMessage]:
     """Pull the messages of queue 1. If there are none, wait for one up to 15 s."""
     flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
     answer = wire.ask(
@@ -278,7 +278,7 @@ def test_a_half_message_is_visible_after_its_commit_and_not_before(
         assert (half.code, half.ext["queueId"], half.ext["transactionId"]) == (0, "1", "AB" * 16)
         assert node.broker.queues("orders")[1] == (0, 0)
         send_end(wire, half, COMMIT)
-        [message] = pulled(wire)
+        [message] = pull_messages(wire)
     assert (message.body, message.queue_id, message.sys_flag & TYPE_BITS) == (b"pay", 1, COMMIT)
     assert message.prepared_seq == parse_offset_msg_id(half.ext["msgId"])[1]
 
@@ -304,7 +304,7 @@ def test_a_check_reaches_the_producer_and_its_answer_ends_the_transaction(tmp_pa
         _, seq = parse_offset_msg_id(half.ext["msgId"])
         assert (check.code, check.ext["commitLogOffset"]) == (CHECK, str(seq))
         send_end(wire, half, COMMIT)
-        assert [message.body for message in pulled(wire)] == [b"pay"]
+        assert [message.body for message in pull_messages(wire)] == [b"pay"]
         assert node.broker.transactions.open() == []
 
 
@@ -313,5 +313,5 @@ def test_an_open_transaction_survives_a_restart(tmp_path: Path) -> None:
         half = send_half(wire)
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         send_end(wire, half, COMMIT)
-        assert [message.body for message in pulled(wire)] == [b"pay"]
+        assert [message.body for message in pull_messages(wire)] == [b"pay"]
         assert node.broker.transactions.open() == []
