@@ -119,8 +119,8 @@ def test_a_stream_ends_its_task_when_a_later_message_is_no_request() -> None:
         )
         [stream] = connection.streams.open.values()
         # The task reads both messages: the second is compressed, and no encoding was named.
-        both = message(b"one") + message(b"two", is_packed=True)
-        connection.data_received(frame(frames.DATA, 0, 1, both))
+        messages = message(b"one") + message(b"two", is_packed=True)
+        connection.data_received(frame(frames.DATA, 0, 1, messages))
         assert stream.task is not None
         await asyncio.wait([stream.task])
         assert not connection.streams.open and edge.room.calls.taken == 0
@@ -134,7 +134,7 @@ GET = b"".join(frames.literal(*each) for each in ((":method", "GET"), (":scheme"
 REFUSED, TEXT = frames.literal(":status", "415"), b"only gRPC calls\n"
 
 
-class Refused:
+class RefusedClient:
     """A connection to an edge, whose client makes requests that are no gRPC calls."""
 
     def __init__(self, window: int = 65_535) -> None:
@@ -152,17 +152,17 @@ class Refused:
         return bytes(self.wire.written)
 
 
-def opening(flags: int = 0, block: bytes = GET, number: int = 1) -> bytes:
+def headers_frame(flags: int = 0, block: bytes = GET, number: int = 1) -> bytes:
     """Return the HEADERS frame that opens a request."""
     return frame(frames.HEADERS, frames.END_HEADERS | flags, number, block)
 
 
 def test_a_request_that_is_no_call_is_answered_with_a_text_when_it_is_complete() -> None:
     async def check() -> None:
-        client = Refused()
-        answer = await client.answer(opening(frames.END_STREAM))
+        client = RefusedClient()
+        answer = await client.answer(headers_frame(frames.END_STREAM))
         assert REFUSED in answer and frame(frames.DATA, 0, 1, TEXT) in answer
-        assert await client.answer(opening(number=3), frame(frames.DATA, 0, 3, b"x")) == b""
+        assert await client.answer(headers_frame(number=3), frame(frames.DATA, 0, 3, b"x")) == b""
         assert len(client.connection.streams.open) == 1
         answer = await client.answer(frame(frames.DATA, frames.END_STREAM, 3, b"x"))
         assert REFUSED in answer and frame(frames.DATA, 0, 3, TEXT) in answer
@@ -173,8 +173,8 @@ def test_a_request_that_is_no_call_is_answered_with_a_text_when_it_is_complete()
 
 def test_the_answer_to_a_request_that_is_no_call_keeps_to_the_window() -> None:
     async def check() -> None:
-        client = Refused(window=1)
-        answer = await client.answer(opening(frames.END_STREAM))
+        client = RefusedClient(window=1)
+        answer = await client.answer(headers_frame(frames.END_STREAM))
         assert answer.endswith(frame(frames.DATA, 0, 1, TEXT[:1]))
         assert frame(frames.DATA, 0, 1, TEXT[1:]) in await client.answer(frames.window_update(1, 1_000))
         assert not client.connection.streams.open
@@ -188,9 +188,9 @@ def test_the_answer_to_a_request_that_is_no_call_keeps_to_the_window() -> None:
 def test_a_request_of_another_length_than_stated_is_reset(length: str, parts: list[bytes]) -> None:
     async def check() -> None:
         block = GET + frames.literal("content-length", length)
-        sent = [opening(0 if parts else frames.END_STREAM, block)]
+        sent = [headers_frame(0 if parts else frames.END_STREAM, block)]
         sent += [frame(frames.DATA, at == len(parts), 1, part) for at, part in enumerate(parts, start=1)]
-        answer = await Refused().answer(*sent)
+        answer = await RefusedClient().answer(*sent)
         is_right = length == "2"
         assert (REFUSED in answer) == is_right
         assert (frames.rst_stream(1, Fault.PROTOCOL_ERROR) in answer) == (not is_right)
@@ -200,15 +200,15 @@ def test_a_request_of_another_length_than_stated_is_reset(length: str, parts: li
 
 def test_a_long_or_slow_request_that_is_no_call_is_answered_before_its_end() -> None:
     async def check() -> None:
-        client = Refused()
-        answer = await client.answer(opening(), frame(frames.DATA, 0, 1, bytes(9_000)))
+        client = RefusedClient()
+        answer = await client.answer(headers_frame(), frame(frames.DATA, 0, 1, bytes(9_000)))
         assert REFUSED in answer and frames.rst_stream(1, Fault.NO_ERROR) in answer
-        assert await client.answer(opening(number=3)) == b""
+        assert await client.answer(headers_frame(number=3)) == b""
         client.connection.check(asyncio.get_running_loop().time() + 2 * REFUSAL_S)
         await asyncio.sleep(0)
         assert REFUSED in client.wire.written
-        stuck = Refused(window=0)
-        await stuck.answer(opening(frames.END_STREAM))
+        stuck = RefusedClient(window=0)
+        await stuck.answer(headers_frame(frames.END_STREAM))
         stuck.connection.check(asyncio.get_running_loop().time() + 2 * REFUSAL_S)
         await asyncio.sleep(0)
         assert frames.rst_stream(1, Fault.NO_ERROR) in stuck.wire.written
@@ -219,15 +219,15 @@ def test_a_long_or_slow_request_that_is_no_call_is_answered_before_its_end() -> 
 
 def test_many_requests_that_are_no_calls_end_the_connection() -> None:
     async def check() -> None:
-        client = Refused()
-        numbers = range(1, 2 * 400, 2)
-        answer = await client.answer(*(opening(frames.END_STREAM, number=number) for number in numbers))
+        client = RefusedClient()
+        numbers = range(1, 2 * 400, 2)  # 400 requests
+        answer = await client.answer(*(headers_frame(frames.END_STREAM, number=number) for number in numbers))
         assert answer.count(REFUSED) < 200 and client.wire.is_closed
 
     run(check())
 
 
-class Later(Echo):
+class LateEcho(Echo):
     """An edge that answers later, without a task."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class Later(Echo):
 
 def test_a_stop_waits_for_the_answer_of_a_call_without_a_task() -> None:
     async def check() -> None:
-        edge = Later()
+        edge = LateEcho()
         server = Server(edge)
         port = await server.start("127.0.0.1", 0, None, "--port")
         client = asyncio.create_task(ask(port, "/echo", message(b"hello")))
@@ -267,7 +267,7 @@ def test_a_stop_waits_for_the_answer_of_a_call_without_a_task() -> None:
 
 def test_a_call_whose_client_has_gone_gives_back_slot_and_memory() -> None:
     async def check() -> None:
-        edge = Later()
+        edge = LateEcho()
         server = Server(edge)
         port = await server.start("127.0.0.1", 0, None, "--port")
         client = asyncio.create_task(ask(port, "/echo", message(b"hello")))

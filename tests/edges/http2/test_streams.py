@@ -43,7 +43,7 @@ class Wire(asyncio.Transport):
             self.connection.pause_writing()
 
     def read(self, size_bytes: int) -> bytes:
-        """Remove so many bytes for the client. An empty buffer resumes writing."""
+        """Remove and return at most `size_bytes` written bytes for the client. An empty buffer resumes writing."""
         data = bytes(self.written[:size_bytes])
         del self.written[:size_bytes]
         if not self.written:
@@ -67,6 +67,7 @@ class Echo(Stream):
         self.part_sizes, self.received_bytes = part_sizes, 0
 
     def received(self, payload: bytes) -> None:
+        """Take a part of the request, and begin to answer after the last part."""
         self.received_bytes += len(payload)
         self.allow(16_384)
         if self.is_half_closed:
@@ -88,7 +89,10 @@ class Echo(Stream):
 
 
 class Pair:
-    """A Connection, and the client of h2 at the other end."""
+    """A Connection, and the client of h2 at the other end.
+
+    `window` is the client's initial window, and `piece` the number of bytes that `turn` carries at a time.
+    """
 
     def __init__(self, window: int, piece: int) -> None:
         self.calls: dict[int, Echo] = {}
@@ -217,7 +221,7 @@ def test_a_change_of_the_initial_window_lets_only_unblocked_streams_send() -> No
         for _ in range(100):
             number = pair.client.get_next_available_stream_id()
             pair.client.send_headers(number, fields(x_part_sizes="2000"))
-            pair.client.send_data(number, b"", end_stream=number < 40)
+            pair.client.send_data(number, b"", end_stream=number < 40)  # twenty complete requests
         pair.connection.data_received(pair.client.data_to_send())
         streams = pair.connection.streams
 
@@ -252,6 +256,7 @@ def test_streams_blocked_by_the_connection_s_window_send_in_turn() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         streams = pair.connection.streams
+        # The window of the connection, 65,535 bytes, is enough for six of the answers.
         assert (
             len(streams.blocked_by_connection) == 14
             and not streams.blocked_by_stream
@@ -273,12 +278,12 @@ def test_streams_blocked_by_the_connection_s_window_send_in_turn() -> None:
 def test_the_harness_sees_more_data_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: if `Stream.send` ignores the windows, h2 raises an error."""
 
-    def careless(stream: Stream, data: bytes) -> bool:
+    def send_without_window(stream: Stream, data: bytes) -> bool:
         for at in range(0, len(data), 16_384):
             stream.streams.write_data(stream, data[at : at + 16_384])
         return True
 
-    monkeypatch.setattr(Stream, "send", careless)
+    monkeypatch.setattr(Stream, "send", send_without_window)
     with pytest.raises(h2.exceptions.FlowControlError):
         asyncio.run(converse([(10, [100_000])], 65_535, 60_000))
 
@@ -286,13 +291,13 @@ def test_the_harness_sees_more_data_than_a_window(monkeypatch: pytest.MonkeyPatc
 def test_a_connection_that_fails_to_flush_does_not_stop_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Broken(Streams):
+    class BrokenStreams(Streams):
         def flush(self) -> None:
             raise RuntimeError("no socket")
 
     async def check() -> None:
         flushes, wire = Flushes(asyncio.get_running_loop()), Wire(None)  # type: ignore[arg-type]
-        for streams in (Broken(flushes), Streams(flushes)):
+        for streams in (BrokenStreams(flushes), Streams(flushes)):
             streams.attach(wire, "peer")
             streams.write(b"one ")
             streams.write(b"write")

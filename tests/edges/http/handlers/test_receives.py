@@ -67,6 +67,7 @@ def test_a_client_that_ends_its_direction_at_any_moment_takes_no_message(
     node.run(node.broker.create_topic("half-closed", 1))
 
     async def return_and_end(held: Received, turns: int) -> None:
+        """Give the message back, and end the direction of the waiting client after some turns of the loop."""
         while not consuming.waiting_receives:
             await asyncio.sleep(0)
         (connection,) = [each for each in server.server_state.connections if each._serving is not None]
@@ -98,12 +99,12 @@ def test_a_client_that_ends_its_direction_at_any_moment_takes_no_message(
 
 def test_a_receive_begins_when_the_client_reads_earlier_answers(node: RunningNode, client: Client) -> None:
     topics = ("unread-large", "unread-small")
-    for topic, size_bytes in zip(
-        topics, (4_000_000, 1), strict=True
-    ):  # more than the buffers of both sockets
+    # The first message is larger than the buffers of both sockets.
+    for topic, size_bytes in zip(topics, (4_000_000, 1), strict=True):
         client.send(topic, {"body": "x" * size_bytes})
 
     def held() -> list[str]:
+        """Return the topics with leased messages."""
         return [
             queue.topic
             for queue in node.broker.consuming.leases.all()
@@ -138,9 +139,10 @@ def test_messages_are_filtered_by_tags_or_by_sql(client: Client) -> None:
     )
 
     def bodies(**query: str) -> set[str]:
+        """Receive until no more messages come, and return their bodies."""
         result: set[str] = set()
-        while some := client.receive("filtered", wait="0", **query).value["messages"]:
-            result |= {item["body"] for item in some}
+        while messages := client.receive("filtered", wait="0", **query).value["messages"]:
+            result |= {item["body"] for item in messages}
         return result
 
     assert bodies(group="by-tag", tag="a || c") == {"a", "c"}
@@ -207,6 +209,7 @@ def test_a_new_group_begins_at_the_given_start(node: RunningNode, client: Client
         client.send("begun", {"body": body})
 
     def bodies(group: str, **query: object) -> list[str]:
+        """Receive once, and return the bodies."""
         return [item["body"] for item in client.receive("begun", group, wait="0", **query).value["messages"]]
 
     assert bodies("latest", start="latest") == []

@@ -25,7 +25,7 @@ from timeball.model.access import parse
 
 
 class Lines:
-    """One stream, read as it comes."""
+    """The lines of one stream, read as they arrive. `empty_lines` is the number of lines without a message."""
 
     def __init__(self, answer: http.client.HTTPResponse) -> None:
         self.answer = answer
@@ -33,13 +33,13 @@ class Lines:
 
     def messages(self, count: int) -> list[dict[str, Any]]:
         """Read lines until there are `count` messages."""
-        found: list[dict[str, Any]] = []
-        while len(found) < count and (line := self.answer.readline()):
+        messages: list[dict[str, Any]] = []
+        while len(messages) < count and (line := self.answer.readline()):
             if line == b"\n":
                 self.empty_lines += 1
             else:
-                found.append(json.loads(line))
-        return found
+                messages.append(json.loads(line))
+        return messages
 
 
 @contextmanager

@@ -15,11 +15,12 @@ YEAR_2031_MS = 1_924_992_000_000
 
 
 def bearer(account: str) -> str:
+    """Return the header `authorization` of an account."""
     return f"Bearer {account}:{SECRETS[account]}"
 
 
 def pages(client: Client, **query: Any) -> Iterator[dict[str, Any]]:
-    """Each message of each page."""
+    """Yield the messages of all pages."""
     while True:
         answer = client.ask("GET", "/v1/messages", query=query)
         assert answer.status == 200
@@ -31,6 +32,7 @@ def pages(client: Client, **query: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node with accounts. Each of two topics has a pending message."""
     with guarded_node(tmp_path_factory.mktemp("guarded"), http_port=0) as node:
         for account, topic in (("shop", "orders"), ("other", "news")):
             with client_of(node, bearer(account)) as client:
@@ -66,6 +68,7 @@ def test_held_messages_are_marked_and_not_in_the_forecast(client: Client) -> Non
     client.send("held", {"body": "x", "key": "k", "after": "1h"})
 
     def held_and_counted() -> tuple[list[Any], Any]:
+        """Return the field `held` of the listed messages, and the counts of the forecast by topic."""
         listed = [*pages(client, topic="held"), *pages(client, topic="held", key="k")]
         forecast = client.ask("GET", "/v1/forecast", query={"by": "day", "topic": "held"}).value
         return [each.get("held") for each in listed], forecast["topics"]
@@ -168,7 +171,7 @@ def test_a_forecast_only_counts_the_topics_of_the_account(guarded: RunningNode) 
     window = {"by": "day", "from": YEAR_2031_MS, "to": YEAR_2031_MS + 1}
     with client_of(guarded, bearer("shop")) as shop, client_of(guarded, bearer("root")) as root:
         assert root.ask("GET", "/v1/forecast", query=window).value["topics"] == {"news": 1, "orders": 1}
-        reported = shop.ask("GET", "/v1/forecast", query=window).value  # of the same count
+        reported = shop.ask("GET", "/v1/forecast", query=window).value  # from the same count of all topics
         assert reported["topics"] == {"orders": 1}
         assert reported["buckets"] == [{"from_ms": YEAR_2031_MS, "due": 1}]
         assert shop.ask("GET", "/v1/forecast", query={**window, "topic": "news"}).status == 403

@@ -84,7 +84,7 @@ def answered_counts(node: RunningNode) -> tuple[int, int]:
 
 
 def were_answered(node: RunningNode, before: tuple[int, int], plain: int, other: int) -> bool:
-    """Return whether so many more pulls were answered each way. Python's codec answers none as plain."""
+    """Return whether `plain` and `other` more pulls were answered. Python's codec answers no pull as plain."""
     assert node.node.edges is not None
     if node.node.edges.remoting.codec is PYTHON:
         plain, other = 0, plain + other
@@ -93,7 +93,7 @@ def were_answered(node: RunningNode, before: tuple[int, int], plain: int, other:
 
 @pytest.mark.parametrize("name", ["java-4.9.8.bin", "java-5.3.3.bin"])
 def test_recorded_pulls_of_stock_consumers_are_answered_as_plain_pulls(node: RunningNode, name: str) -> None:
-    """Only the pulls with a subscription in their header, because no heartbeat precedes them."""
+    """The test sends only pulls with a subscription in their header, because no heartbeat precedes them."""
     pulls = [(raw, command.opaque) for raw, command in recorded(name) if subscribes(command)]
     assert len(pulls) >= 2
     node.run(node.broker.create_topic("recorded-topic", 2))
@@ -246,6 +246,7 @@ def waiting_pull(node: RunningNode, wire: Wire, offset: int, **fields: object) -
 
 
 def waiting_count(node: RunningNode) -> int:
+    """Return the number of calls that wait for messages."""
     return node.broker.waiters._count
 
 

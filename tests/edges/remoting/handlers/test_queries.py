@@ -80,7 +80,7 @@ def test_an_answer_contains_the_newest_messages_that_fit(
     assert [int(m.body) for m in query_messages(wire, "k", maxNum=1_000)] == [
         *range(100 - queries.ROWS_MAX, 100)
     ]
-    monkeypatch.setattr(queries, "BYTES_MAX", 3 * 20 + 2)
+    monkeypatch.setattr(queries, "BYTES_MAX", 3 * 20 + 2)  # twenty bodies of three bytes fit
     assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [*range(80, 100)]
     monkeypatch.setattr(queries, "BYTES_MAX", 1)
     assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [99], "at least one message"

@@ -56,7 +56,7 @@ async def read(world: World, topic: str) -> list[dict[str, Any]]:
 
 
 async def retries_of(world: World, count: int) -> list[dict[str, Any]]:
-    """Wait for so many messages in the retry topic, and return them."""
+    """Wait for `count` messages in the retry topic, and return them."""
     await world.until(lambda: world.broker.queues("%RETRY%readers")[0][1] >= count, "the retry")
     return await read(world, "%RETRY%readers")
 
@@ -332,7 +332,7 @@ async def test_a_retry_topic_has_the_configured_number_of_queues_and_a_dead_lett
 def test_a_send_to_the_retry_topic_waits_for_its_level_or_is_a_dead_letter(
     node: RunningNode, wire: Wire
 ) -> None:
-    """With all old properties of the message, also those of the transaction that it came from."""
+    """The send has all properties of the failed message, also those of the transaction that it came from."""
     consumer = {"groupName": "readers", "consumeType": "CONSUME_PASSIVELY", "messageModel": "CLUSTERING"}
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "me", "consumerDataSet": [consumer]})
     config = {"groupName": "readers", "retryQueueNums": 4}

@@ -60,7 +60,7 @@ async def test_runtime_info_has_all_names_that_tools_read_as_text(world: World) 
 async def test_rates_cover_ten_seconds_one_minute_and_ten_minutes(world: World) -> None:
     pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     for second in range(700):
-        if second >= 680:
+        if second >= 680:  # the last 20 s
             await world.broker.send(batch(6))
         world.clock.advance(1_000)
         runtime.sample()

@@ -13,7 +13,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire, json_body
 from tests.node_fixture import RunningNode
 
-from timeball.broker.registry.topics import READ, TopicConfig
+from timeball.broker.registry.topics import READ, WRITE, TopicConfig
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.handlers.admin.topics import ORDER_NAMESPACE, TopicAdmin
 from timeball.model import limits
@@ -26,7 +26,7 @@ ROUTE, GET_ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFI
 def update_header(topic: str = "orders", **changes: Any) -> dict[str, Any]:
     """Build the header of `mqadmin updateTopic`, as version 5.3 sends it, with some fields changed."""
     return {
-        "topic": topic, "defaultTopic": "TBW102", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
+        "topic": topic, "defaultTopic": "TBW102", "readQueueNums": 4, "writeQueueNums": 3, "perm": READ | WRITE,
         "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False, "attributes": "", "force": False,
         **changes,
     }  # fmt: skip
@@ -35,12 +35,12 @@ def update_header(topic: str = "orders", **changes: Any) -> dict[str, Any]:
 def test_a_created_topic_has_its_configuration(wire: Wire) -> None:
     wire.ask_ok(UPDATE, **update_header(order=True, attributes="+message.type=DELAY", topicSysFlag=1))
     assert json_body(wire.ask_ok(GET_ONE, topic="orders")) == {
-        "topicName": "orders", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
+        "topicName": "orders", "readQueueNums": 4, "writeQueueNums": 3, "perm": READ | WRITE,
         "topicFilterType": "SINGLE_TAG", "topicSysFlag": 1, "order": True,
         "attributes": {"message.type": "DELAY"},
     }  # fmt: skip
     (queues,) = json_body(wire.ask_ok(ROUTE, topic="orders"))["queueDatas"]
-    assert (queues["readQueueNums"], queues["writeQueueNums"], queues["perm"]) == (4, 3, 6)
+    assert (queues["readQueueNums"], queues["writeQueueNums"], queues["perm"]) == (4, 3, READ | WRITE)
     listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_CONFIG))
     assert listed["topicConfigTable"]["orders"]["attributes"] == {"message.type": "DELAY"}
     assert listed["dataVersion"]["counter"] >= 1
@@ -146,7 +146,7 @@ UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_TOPIC_LIST
 def test_several_topics_are_created_by_one_request(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, **update_header("b", attributes="+queue.type=SimpleCQ"))
     configs = [
-        {"topicName": "a", "readQueueNums": 2, "writeQueueNums": 1, "perm": 4, "order": True},
+        {"topicName": "a", "readQueueNums": 2, "writeQueueNums": 1, "perm": READ, "order": True},
         {
             "topicName": "b",
             "attributes": {"+message.type": "DELAY", "-queue.type": ""},
@@ -156,7 +156,7 @@ def test_several_topics_are_created_by_one_request(node: RunningNode, wire: Wire
     ]
     wire.ask_ok(UPDATE_LIST, {"topicConfigList": configs})
     a, b, c = (json_body(wire.ask_ok(GET_ONE, topic=name)) for name in "abc")
-    assert (a["readQueueNums"], a["writeQueueNums"], a["perm"], a["order"]) == (2, 1, 4, True)
+    assert (a["readQueueNums"], a["writeQueueNums"], a["perm"], a["order"]) == (2, 1, READ, True)
     assert (b["attributes"], b["readQueueNums"]) == ({"message.type": "DELAY"}, 16)
     assert (c["attributes"], c["readQueueNums"], c["writeQueueNums"]) == ({"message.type": "FIFO"}, 3, 16)
     saved = rows_of(node.node.broker, "topic/")
