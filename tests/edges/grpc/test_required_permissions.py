@@ -125,10 +125,13 @@ def test_rights_on_one_topic_do_not_allow_calls_on_another(node: RunningNode, na
 
 
 def test_a_call_on_two_topics_requires_rights_on_both(node: RunningNode) -> None:
-    both = [definition.Message(topic=ORDERS), definition.Message(topic=definition.Resource(name="secrets"))]
+    messages = [
+        definition.Message(topic=ORDERS),
+        definition.Message(topic=definition.Resource(name="secrets")),
+    ]
     with wire_of(node, "shop") as wire:
         assert (
-            wire.ask("SendMessage", service.SendMessageRequest(messages=both)).status.code
+            wire.ask("SendMessage", service.SendMessageRequest(messages=messages)).status.code
             == definition.Code.FORBIDDEN
         )
 
@@ -138,11 +141,11 @@ def test_settings_with_forbidden_topics_or_groups_are_refused(node: RunningNode)
         "shop": (producer_settings("orders"), consumer_settings("billing")),
         "billing": (consumer_settings("billing"), producer_settings("orders")),
     }
-    for account, (mine, not_mine) in settings.items():
+    for account, (allowed, forbidden) in settings.items():
         with wire_of(node, account) as wire:
-            wire.telemetry(mine).cut()
+            wire.telemetry(allowed).cut()
             refused = wire.telemetry()
-            refused.send(service.TelemetryCommand(settings=not_mine))
+            refused.send(service.TelemetryCommand(settings=forbidden))
             assert next(refused).status.code == definition.Code.FORBIDDEN
 
 
@@ -179,6 +182,7 @@ def test_a_stream_is_not_chosen_after_its_account_has_lost_the_right(tmp_path: P
         clients, stream = node.node.edges.grpc.context.sessions, shop.telemetry(producer_settings("orders"))
 
         def producer() -> Stream | None:
+            """Choose the stream of a producer for the topic."""
             return choose_producer_stream(
                 clients, "orders", lambda caller: caller.may(Verb.SEND, topic="orders")
             )
@@ -218,6 +222,7 @@ def test_one_account_alone_gets_half_of_the_calls(node: RunningNode, monkeypatch
     monkeypatch.setattr(calls, "limit", 6)
 
     async def change_calls_of_other_addresses(take: bool) -> None:
+        """Begin or end three calls of the account from other addresses."""
         for n in range(3):
             (calls.take if take else calls.give_back)(f"10.0.0.{n}", "shop")
 

@@ -19,6 +19,7 @@ from timeball.model.errors import SetupError
 
 
 def grpc_error(wire: Wire, request: object, name: str = "SendMessage") -> grpc.StatusCode:
+    """Make a call that must fail, and return the status code of gRPC."""
     with pytest.raises(grpc.RpcError) as error:
         wire.ask(name, request)
     code: grpc.StatusCode = error.value.code()
@@ -26,6 +27,7 @@ def grpc_error(wire: Wire, request: object, name: str = "SendMessage") -> grpc.S
 
 
 def check_node_answers(node: RunningNode) -> None:
+    """Assert that another client gets its answers."""
     with Wire.to(node, "somebody-else") as wire:
         wire.telemetry(consumer_settings("g"))
         wire.ask_ok("Heartbeat", service.HeartbeatRequest(group=definition.Resource(name="g")))
@@ -125,6 +127,7 @@ def test_a_client_that_ends_its_direction_at_any_moment_takes_no_message(node: R
     node.run(node.broker.create_topic("t", 1))
 
     async def return_and_end(held: Received, turns: int) -> None:
+        """Give the message back, and end the direction of the waiting client after some turns of the loop."""
         while not consuming.waiting_receives:
             await asyncio.sleep(0)
         (connection,) = [each for each in edge._server._connections if each.streams.open]

@@ -74,7 +74,7 @@ SHOP_MAY = OPERATIONS.keys() - {"resend_dead_letters", "delete_dead_letters", "c
 
 
 def may(ball: Timeball, name: str) -> bool:
-    """True if the account of this client may carry out the operation."""
+    """Check whether the account of this client may carry out the operation."""
     try:
         OPERATIONS[name](ball)
     except Forbidden:

@@ -38,18 +38,19 @@ class RecoveringNode:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, data: Path, **settings: Any) -> None:
         self.may_recover, self.begun, self.port = threading.Event(), threading.Event(), free_ports(1)[0]
 
-        def held(*args: Any, **options: Any) -> Any:
+        def wait_and_apply(*args: Any, **options: Any) -> Any:
             self.begun.set()
             assert self.may_recover.wait(BOUND_S)
             return apply_log(*args, **options)
 
-        monkeypatch.setattr(node_module, "apply_log", held)
+        monkeypatch.setattr(node_module, "apply_log", wait_and_apply)
         self.node = RunningNode(data, http_port=self.port, **settings)
         self.starting = threading.Thread(target=self.node.start)
         self.starting.start()
         assert self.begun.wait(BOUND_S)
 
     def end(self) -> None:
+        """Let the recovery end, and wait until the node has started."""
         self.may_recover.set()
         self.starting.join(BOUND_S)
 
@@ -57,30 +58,30 @@ class RecoveringNode:
 def test_a_recovering_broker_answers_503_and_serves_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = RecoveringNode(monkeypatch, tmp_path / "data")
+    broker = RecoveringNode(monkeypatch, tmp_path / "data")
     try:
-        assert ask(held.port, "/health/live") == (200, {"status": "live"})
+        assert ask(broker.port, "/health/live") == (200, {"status": "live"})
         for path, method in (
             ("/health/ready", "GET"),
             ("/v1/topics?x=1", "GET"),
             ("/v1/topics/a/messages", "POST"),
         ):
-            status, reported = ask(held.port, path, method)
+            status, reported = ask(broker.port, path, method)
             assert (status, reported["code"]) == (503, "unavailable")
             assert "recovers" in reported["detail"]
-        assert ask(held.port, "/health/ready", "HEAD") == (503, {})
-        with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as stranger:
+        assert ask(broker.port, "/health/ready", "HEAD") == (503, {})
+        with socket.create_connection(("127.0.0.1", broker.port), timeout=BOUND_S) as stranger:
             stranger.sendall(b"x" * (recovering.HEAD_BYTES_MAX + 1))
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
     finally:
-        held.end()
+        broker.end()
     try:
-        assert ask(held.port, "/health/ready") == (200, {"status": "ready"})
-        assert held.node.node.http_port == held.port
+        assert ask(broker.port, "/health/ready") == (200, {"status": "ready"})
+        assert broker.node.node.http_port == broker.port
     finally:
-        held.node.stop()
-    with socket.create_server(("127.0.0.1", held.port)):
+        broker.node.stop()
+    with socket.create_server(("127.0.0.1", broker.port)):
         pass  # the copy of the descriptor is closed, too
 
 
@@ -88,25 +89,25 @@ def test_a_recovering_broker_with_a_certificate_only_accepts_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created = certificate(tmp_path)
-    held = RecoveringNode(monkeypatch, tmp_path / "data", **created.settings)
+    broker = RecoveringNode(monkeypatch, tmp_path / "data", **created.settings)
     try:
         trusting = ssl.create_default_context(cafile=created.roots)
-        connection = http.client.HTTPSConnection("localhost", held.port, timeout=BOUND_S, context=trusting)
+        connection = http.client.HTTPSConnection("localhost", broker.port, timeout=BOUND_S, context=trusting)
         connection.request("GET", "/health/ready")
         assert connection.getresponse().status == 503
         connection.close()
         with pytest.raises((OSError, http.client.HTTPException)):
-            ask(held.port, "/health/live")
+            ask(broker.port, "/health/live")
     finally:
-        held.end()
-        held.node.stop()
+        broker.end()
+        broker.node.stop()
 
 
 def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise SetupError("on purpose")
 
-    monkeypatch.setattr(node_module, "apply_log", fails)
+    monkeypatch.setattr(node_module, "apply_log", fail)
     node = RunningNode(tmp_path / "data", http_port=free_ports(1)[0])
     with pytest.raises(SetupError, match="on purpose"):
         node.start()
@@ -116,21 +117,21 @@ def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytes
 
 def test_a_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "REQUEST_S", 0.05)
-    held = RecoveringNode(monkeypatch, tmp_path / "data")
+    broker = RecoveringNode(monkeypatch, tmp_path / "data")
     try:
-        with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as silent:
+        with socket.create_connection(("127.0.0.1", broker.port), timeout=BOUND_S) as silent:
             assert silent.recv(1) == b""
     finally:
-        held.end()
-        held.node.stop()
+        broker.end()
+        broker.node.stop()
 
 
 def test_connections_beyond_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "CONNECTIONS_MAX", 0)
-    held = RecoveringNode(monkeypatch, tmp_path / "data")
+    broker = RecoveringNode(monkeypatch, tmp_path / "data")
     try:
         with pytest.raises((OSError, http.client.HTTPException)):
-            ask(held.port, "/health/live")
+            ask(broker.port, "/health/live")
     finally:
-        held.end()
-        held.node.stop()
+        broker.end()
+        broker.node.stop()

@@ -206,13 +206,13 @@ def test_a_failure_outside_the_handlers_ends_the_call_and_is_logged(
     assert node.node.edges is not None
     dispatch = node.node.edges.grpc.dispatch
 
-    async def broken(name: str, call: Any, request: Any) -> Any:
+    async def answer_text(name: str, call: Any, request: Any) -> Any:
         return "no message"
 
-    async def stream(name: str, call: Any, request: Any) -> AsyncIterator[Any]:
+    async def yield_text(name: str, call: Any, request: Any) -> AsyncIterator[Any]:
         yield "no message"
 
-    dispatch.unary, dispatch.stream = broken, stream  # type: ignore[method-assign]
+    dispatch.unary, dispatch.stream = answer_text, yield_text  # type: ignore[method-assign]
     with RawClient(node) as client:
         unary = client.headers(headers=fields(x_mq_client_id="raw"))
         client.data(unary, message(BEAT))

@@ -24,6 +24,7 @@ LOOPBACK = Allowed.parse("127.0.0.0/8,localhost")
 
 
 async def refuse_look_up(host: str, port: int) -> Sequence[str]:
+    """Fail: a URL with an address needs no look-up."""
     raise AssertionError(f"{host} is an address, which needs no look-up")
 
 
@@ -41,11 +42,13 @@ async def run_receiver(
 
 
 def post(url: str, body: bytes = b"body", **options: Any) -> Answer:
-    async def once() -> Answer:
+    """Make one request, and return its answer."""
+
+    async def post_once() -> Answer:
         async with run_receiver(url, **options) as receiver:
             return await receiver.post(body, [("x-a", "1"), ("content-type", "text/plain")], now_ms=0)
 
-    return asyncio.run(once())
+    return asyncio.run(post_once())
 
 
 @pytest.mark.parametrize("body", [b"", b"body", bytes(range(256)) * 4_096, b"x" * 4 * 1024 * 1024])
@@ -115,12 +118,12 @@ def test_a_port_without_a_listener_is_unreachable() -> None:
 def test_a_connection_is_reused_unless_its_answer_was_long() -> None:
     with receiver_of(lambda request: Reply(body=request.body * 1_000)) as receiver:
 
-        async def several() -> None:
+        async def post_several() -> None:
             async with run_receiver(receiver.url, connections=1) as receiver_client:
                 for body in (b"", b"x", b"y" * 1_000, b"z"):
                     assert (await receiver_client.post(body, [], 0)).outcome == "delivered"
 
-        asyncio.run(several())
+        asyncio.run(post_several())
         assert len(receiver.requests) == 4
 
 
@@ -137,16 +140,16 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     looked_up: list[str] = []
 
-    async def rebinding(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         """Return an allowed address at the first look-up, and a forbidden one at later look-ups."""
         looked_up.append(host)
         return ["127.0.0.1"] if len(looked_up) == 1 else ["169.254.169.254"]
 
     with receiver_of() as receiver:
         url, allowed = f"http://a.example:{receiver.port}/", Allowed.parse("127.0.0.1")
-        assert post(url, allowed=allowed, look_up=rebinding).outcome == "delivered"
+        assert post(url, allowed=allowed, look_up=look_up).outcome == "delivered"
         assert looked_up == ["a.example"], "one look-up for the check and the connection"
-        answer = post(url, allowed=allowed, look_up=rebinding)
+        answer = post(url, allowed=allowed, look_up=look_up)
     assert answer.outcome == "forbidden_address" and "cloud metadata" in answer.detail
     assert len(receiver.requests) == 1
 
@@ -157,36 +160,36 @@ def test_a_name_is_checked_again_for_the_next_connection(
     monkeypatch.setattr(sender, "NAMES_KEPT_S", 0)
     answers = iter([["127.0.0.1"], ["10.0.0.1"]])
 
-    async def rebinding(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         return next(answers)
 
-    async def twice(url: str) -> list[str]:
-        async with run_receiver(url, Allowed.parse("127.0.0.1"), rebinding) as receiver_client:
+    async def post_twice(url: str) -> list[str]:
+        async with run_receiver(url, Allowed.parse("127.0.0.1"), look_up) as receiver_client:
             return [(await receiver_client.post(b"x", [], 0)).outcome for _ in range(2)]
 
     with receiver_of(lambda _: Reply(200, {"connection": "close"})) as receiver:
-        outcomes = asyncio.run(twice(f"http://a.example:{receiver.port}/"))
+        outcomes = asyncio.run(post_twice(f"http://a.example:{receiver.port}/"))
     assert outcomes == ["delivered", "forbidden_address"]
 
 
 def test_forbidden_addresses_of_a_name_are_skipped() -> None:
-    async def mixed(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         return ["169.254.169.254", "::1", "127.0.0.1", "::ffff:127.0.0.1"]
 
     with receiver_of() as receiver:
         url = f"http://a.example:{receiver.port}/"
-        answer = post(url, allowed=Allowed.parse("127.0.0.1"), look_up=mixed)
+        answer = post(url, allowed=Allowed.parse("127.0.0.1"), look_up=look_up)
     assert answer.outcome == "delivered"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "fe80::1%lo", "::1", "0.0.0.0"])
 def test_a_name_with_an_internal_address_is_refused(address: str) -> None:
-    async def inside(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         return [address]
 
     with receiver_of() as receiver:
         url = f"http://a.example:{receiver.port}/"
-        assert post(url, allowed=Allowed.parse(""), look_up=inside).outcome == "forbidden_address"
+        assert post(url, allowed=Allowed.parse(""), look_up=look_up).outcome == "forbidden_address"
     assert receiver.requests == []
 
 
@@ -196,17 +199,17 @@ def test_an_address_in_the_url_is_checked_at_creation_and_at_connection() -> Non
         with pytest.raises(InvalidMessage):
             post(receiver.url, allowed=nothing)
 
-        async def late() -> Answer:
+        async def post_after_change() -> Answer:
             async with run_receiver(receiver.url) as receiver_client:
                 receiver_client._allowed = nothing
                 return await receiver_client.post(b"x", [], 0)
 
-        assert asyncio.run(late()).outcome == "forbidden_address"
+        assert asyncio.run(post_after_change()).outcome == "forbidden_address"
     assert receiver.requests == []
 
 
 def test_localhost_is_resolved_and_reached() -> None:
-    async def real() -> Answer:
+    async def post_with_resolver() -> Answer:
         resolver = HostResolver()
         try:
             async with run_receiver(
@@ -217,24 +220,24 @@ def test_localhost_is_resolved_and_reached() -> None:
             resolver.close()
 
     with receiver_of() as receiver:
-        assert asyncio.run(real()).outcome == "delivered"
+        assert asyncio.run(post_with_resolver()).outcome == "delivered"
 
 
 def test_a_host_name_in_capitals_is_accepted() -> None:
-    async def here(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         assert host == "a.example"
         return ["127.0.0.1"]
 
     with receiver_of() as receiver:
         url = f"http://A.Example:{receiver.port}/"
-        assert post(url, allowed=Allowed.parse("a.example"), look_up=here).outcome == "delivered"
+        assert post(url, allowed=Allowed.parse("a.example"), look_up=look_up).outcome == "delivered"
 
 
 def test_an_unknown_host_name_is_unreachable() -> None:
-    async def none(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
-    answer = post("http://a.example/", look_up=none)
+    answer = post("http://a.example/", look_up=look_up)
     assert answer.outcome == "unreachable" and "a.example" in answer.detail
 
 
@@ -248,7 +251,7 @@ def test_a_certificate_is_checked_against_the_name(tmp_path: Path) -> None:
     trust = ssl.create_default_context()
     authority.configure_trust(trust)
 
-    async def here(host: str, port: int) -> Sequence[str]:
+    async def look_up(host: str, port: int) -> Sequence[str]:
         return ["127.0.0.1"]
 
     with receiver_of() as receiver:
@@ -258,4 +261,4 @@ def test_a_certificate_is_checked_against_the_name(tmp_path: Path) -> None:
             (f"https://b.example:{receiver.port}/", trust, "unreachable"),
             (f"https://a.example:{receiver.port}/", None, "unreachable"),
         ):
-            assert post(url, look_up=here, trust=its_trust).outcome == outcome
+            assert post(url, look_up=look_up, trust=its_trust).outcome == outcome

@@ -56,7 +56,7 @@ def send(client: Client, topic: str, count: int) -> list[bytes]:
     return [body.encode() for body in bodies]
 
 
-def first_then(first: Reply) -> Script:
+def answer_first_with(first: Reply) -> Script:
     """Answer the first attempt at each message with `first`, and later ones with 200."""
     seen: set[bytes] = set()
 
@@ -98,7 +98,7 @@ def test_messages_are_delivered_once_with_their_headers(node: RunningNode, clien
 def test_a_failed_request_is_tried_again(node: RunningNode, client: Client, reply: Reply) -> None:
     name = f"again-{reply.instead or reply.status}"
     make_group(node, name)
-    with receiver_of(first_then(reply)) as receiver:
+    with receiver_of(answer_first_with(reply)) as receiver:
         subscribe(client, name, receiver)
         bodies = send(client, name, 3)
         eventually(lambda: len(receiver.requests) == 6, "each is tried twice")
@@ -113,7 +113,7 @@ def test_a_failed_request_is_tried_again(node: RunningNode, client: Client, repl
 
 def test_a_request_that_times_out_is_tried_again(node: RunningNode, client: Client) -> None:
     make_group(node, "hangs")
-    with receiver_of(first_then(Reply(instead="hang"))) as receiver:
+    with receiver_of(answer_first_with(Reply(instead="hang"))) as receiver:
         subscribe(client, "hangs", receiver, timeout="1s")
         send(client, "hangs", 1)
         eventually(lambda: len(receiver.requests) == 2, "it is tried again")
@@ -147,8 +147,8 @@ def test_retry_after_pauses_a_subscription_until_it_is_resumed(node: RunningNode
         send(client, "asks", 3)
         eventually(began.is_set, "it was asked")
         eventually(lambda: node.node.metrics.push["asks"].outcomes == {"server_error": 1}, "it was counted")
-        held = node.node.edges.push._workers["asks"]._pace.held_ms()  # type: ignore[union-attr]
-        assert 3_500_000 < held <= 3_600_000
+        held_ms = node.node.edges.push._workers["asks"]._pace.held_ms()  # type: ignore[union-attr]
+        assert 3_500_000 < held_ms <= 3_600_000
         # A resume ends the pause.
         client.ask("POST", "/v1/subscriptions/asks/resume")
         eventually(lambda: len(receiver.requests) == 3, "the others are sent")
@@ -260,11 +260,11 @@ def test_only_messages_that_pass_the_filter_are_sent(
 def test_in_an_ordered_group_a_failed_message_blocks_its_queue(node: RunningNode, client: Client) -> None:
     make_group(node, "ordered", consume_message_orderly=True)
 
-    async def one_queue() -> None:
+    async def configure_one_queue() -> None:
         node.broker.tables.topics.configure("ordered", TopicConfig(1, 1))
 
-    node.run(one_queue())
-    with receiver_of(first_then(Reply(500))) as receiver:
+    node.run(configure_one_queue())
+    with receiver_of(answer_first_with(Reply(500))) as receiver:
         subscribe(client, "ordered", receiver)
         bodies = send(client, "ordered", 5)
         eventually(lambda: len(receiver.requests) == 10, "each is tried twice")

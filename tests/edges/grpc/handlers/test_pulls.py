@@ -52,9 +52,9 @@ async def test_a_queue_is_read_from_an_offset_on(consumer: Consumer) -> None:
     assert [each.system_properties.queue_offset for each in messages] == [3, 4, 5, 6]
     assert messages[0].system_properties.message_id == "id-3" and messages[0].topic.name == TOPIC
     assert not messages[0].system_properties.HasField("receipt_handle")
-    assert (await pulled(consumer, pull(3)))[1] == (await pulled(consumer, pull(3)))[
-        1
-    ]  # a pull leaves the messages in the queue
+    assert await pulled(consumer, pull(3)) == await pulled(consumer, pull(3)), (
+        "a pull leaves the messages in the queue"
+    )
 
 
 @run_with_consumer()
@@ -162,6 +162,7 @@ async def test_query_offset_finds_the_first_the_last_and_a_time_based_offset(con
     await fill(consumer, 4)
 
     async def query(policy: int, time_ms: int | None = None) -> Any:
+        """Query the offset of a policy, for a time if `time_ms` is given."""
         request = service.QueryOffsetRequest(message_queue=QUEUE)
         request.query_offset_policy = policy  # type: ignore[assignment]
         if time_ms is not None:

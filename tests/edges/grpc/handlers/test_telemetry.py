@@ -15,6 +15,7 @@ from timeball.model import limits
 
 
 def session_of(node: RunningNode, name: str) -> Client | None:
+    """Return the session of a client by its id, None without a session."""
     assert node.node.edges is not None
     return node.node.edges.grpc.context.sessions.get(name)
 

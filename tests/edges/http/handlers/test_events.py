@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 
 class Tail:
-    """One stream, read as it arrives."""
+    """The events of one stream, read as they arrive."""
 
     def __init__(self, answer: http.client.HTTPResponse) -> None:
         self.answer = answer
@@ -73,6 +73,7 @@ def tail(
 
 
 def request_limits(node: RunningNode) -> requests.RequestLimits:
+    """Return the limits of the HTTP edge."""
     assert node.node.edges is not None
     return node.node.edges.http.limits
 
@@ -106,8 +107,8 @@ def test_a_client_that_reconnects_misses_no_message(node: RunningNode, client: C
     with tail(node, "again", last=begun) as seen:
         first = [next(seen.events()) for _ in range(7)]
     with tail(node, "again", last=first[-1].id) as seen:
-        rest = [next(seen.events()) for _ in range(13)]
-    assert sorted(int(event.message["body"]) for event in first + rest) == list(range(20))
+        others = [next(seen.events()) for _ in range(13)]
+    assert sorted(int(event.message["body"]) for event in first + others) == list(range(20))
 
 
 def test_only_messages_with_the_tag_are_shown(node: RunningNode, client: Client) -> None:
@@ -152,6 +153,7 @@ def test_a_client_that_does_not_read_is_closed(
         eventually(lambda: open_streams(node) == 1, "it has begun")
 
         def sent_and_closed() -> bool:
+            """Send more messages, and check that the stream is closed."""
             client.send("unread", [{"body": "x" * 100_000} for _ in range(20)])
             return open_streams(node) == 0
 

@@ -64,6 +64,7 @@ def test_a_full_disk_is_not_ready(client: Client, node: RunningNode, monkeypatch
 
 def test_each_account_has_only_the_permissions_of_the_access_file(tmp_path: Path) -> None:
     def bearer(account: str) -> str:
+        """Return the header `authorization` of an account."""
         return f"Bearer {account}:{SECRETS[account]}"
 
     with guarded_node(tmp_path, http_port=0) as node:

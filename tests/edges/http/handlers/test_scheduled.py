@@ -32,6 +32,7 @@ def test_a_visible_message_is_shown_with_its_location(client: Client) -> None:
     message_id = client.send("plans", {"body": "x", "after": "1ms"}).value["id"]
 
     def places() -> list[dict[str, object]]:
+        """Return the message as the HTTP API shows it."""
         result: list[dict[str, object]] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
         return result
 
@@ -45,6 +46,7 @@ def test_a_message_is_shown_with_its_state_in_each_group(client: Client) -> None
     client.send("plans-of-groups", {"id": "g-1", "body": "x"})
 
     def groups() -> list[dict[str, object]]:
+        """Return the states of the message in its groups."""
         (place,) = client.ask("GET", "/v1/messages/g-1").value["messages"]
         result: list[dict[str, object]] = place.get("groups", [])
         return result

@@ -184,7 +184,7 @@ def show(progress: Progress = PROGRESS, *, may_read: bool = True, **changes: obj
     return show_schedule(Shown("a", facts_of(**changes), progress, "1970-01-01T00:01:00", may_read))  # type: ignore[arg-type]
 
 
-def test_a_shown_schedule_is_a_valid_request_for_the_same() -> None:
+def test_a_shown_schedule_is_a_valid_request_for_an_equal_schedule() -> None:
     stored = facts_of(
         tag="t", keys="k1 k2", properties={"p": "1"}, catch_up_within_ms=90 * limits.MINUTE_MS,
         overlap="skip", group="g",
@@ -206,27 +206,27 @@ def test_a_shown_schedule_is_a_valid_request_for_the_same() -> None:
     ],
 )
 def test_a_duration_is_shown_in_its_largest_unit(within_ms: int, text: str) -> None:
-    found = show(catch_up_within_ms=within_ms)
-    assert found.catch_up_within == text
+    schedule = show(catch_up_within_ms=within_ms)
+    assert schedule.catch_up_within == text
     assert to_facts(
-        SchedulePut(rule=found.rule, topic="t", body="b", catch_up_within=text)
+        SchedulePut(rule=schedule.rule, topic="t", body="b", catch_up_within=text)
     ).catch_up_within_ms == (within_ms)
 
 
 def test_the_pending_occurrence_and_the_last_release_are_shown() -> None:
-    found = show()
-    assert found.next is not None and (found.next.id, found.next.due) == (
+    schedule = show()
+    assert schedule.next is not None and (schedule.next.id, schedule.next.due) == (
         "a.60000",
         "1970-01-01T00:01:00.000Z",
     )
-    assert (found.last, found.last_due, found.state) == (None, None, "active")
+    assert (schedule.last, schedule.last_due, schedule.state) == (None, None, "active")
     ended = show(Progress(State.ENDED, 60_000, runs=1, last_due_ms=60_000, last_ms=60_002))
     assert (ended.next, ended.state, ended.last_due) == (None, "ended", "1970-01-01T00:01:00.000Z")
     assert ended.last == "1970-01-01T00:01:00.002Z"
     assert show(Progress(State.FAILED, 5, error="no zone")).error == "no zone"
 
 
-def test_a_body_is_shown_only_to_those_who_may_receive() -> None:
+def test_a_body_is_shown_only_to_accounts_that_may_receive() -> None:
     assert (show().body, show(body=b"\xff").base64) == ("tick", b"\xff")
     hidden = show(may_read=False)
     assert (hidden.body, hidden.base64) == (None, None)

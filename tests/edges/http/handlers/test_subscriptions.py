@@ -22,6 +22,7 @@ WANTED = {"topic": "orders", "group": "hooks", "url": "https://receiver.example/
 
 
 def put(client: Client, name: str, **fields: Any) -> Any:
+    """Put a subscription that has the fields of WANTED, changed by `fields`."""
     return client.ask("PUT", f"{PATH}/{name}", {**WANTED, **fields})
 
 
@@ -97,7 +98,7 @@ def test_only_administrators_may_change_subscriptions(tmp_path: Path) -> None:
 # ---- subscriptions as JSON --------------------------------------------------------------------------------------
 
 
-def test_a_shown_subscription_is_a_valid_request_for_the_same() -> None:
+def test_a_shown_subscription_is_a_valid_request_for_an_equal_subscription() -> None:
     asked = Subscribing(topic="t", group="g", url="u", filter="a", rate_per_s=1.5, timeout="PT20S")
     stored = asked.to_subscription()
     assert stored == PushSubscription(
