@@ -335,6 +335,7 @@ def encode_action_type(verb: str, description: str) -> bytes:
 
 def _path(descriptor: memoryview) -> list[bytes] | None:
     """Decode the path of a FlightDescriptor. None if it is not of type PATH. Raises InvalidMessage."""
+    # Field 1 is the type, and each field 3 is a part of the path.
     fields = list(_fields(descriptor))
     if (1, DESCRIPTOR_TYPE_PATH) not in fields:
         return None

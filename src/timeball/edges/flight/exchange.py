@@ -76,7 +76,7 @@ class FlightCall(Exchange):
         self._admit, self._limit, self._holds_slot = admit, limit, False
 
     def begin(self, method: Method) -> Exchange | None:
-        """Admit the call and take its slot, or refuse the call (see Exchange)."""
+        """Admit the call, take its slot and start it as an Exchange does. Return None if the call is refused."""
         self.method = method
         try:
             self.call.caller = self._admit(self.call)
@@ -102,7 +102,7 @@ class FlightCall(Exchange):
         self._stop()
 
     def release(self) -> None:
-        """Give the slot back (see Exchange)."""
+        """Give back the slot in `limit`, once, and the memory and the slot that every Exchange holds."""
         if self._holds_slot:
             self._holds_slot = False
             self._limit.give_back(self.call.peer, self.call.caller.name)
@@ -318,7 +318,10 @@ class Upload(FlightCall):
     # -- batches from the client -----------------------------------------------------------------------------
 
     def received(self, payload: Payload) -> None:
-        """Handle DATA from the client (see Stream)."""
+        """Keep the bytes of DATA from the client, and handle the messages that are complete.
+
+        Bytes that arrive after the end of the stream are dropped.
+        """
         if self._is_over or self.window.is_finished:
             return
         self._keep(payload)
@@ -326,6 +329,7 @@ class Upload(FlightCall):
         self._read()
 
     def _start_stream(self) -> None:
+        """Register the stream, and begin to read its messages."""
         self._context.streams.add(self)
         self._read()  # the first message must be complete within READ_S, like a request
 
@@ -373,12 +377,15 @@ class Upload(FlightCall):
         return bool(self._is_over or is_full or self.window.is_finished)
 
     def _reserve(self, size_bytes: int) -> bool:
-        """Reserve memory for the rest of a message (see Exchange)."""
+        """Reserve memory for the rest of a message. Returns False if it must wait, or if the call has failed."""
         # A message that has arrived completely is decoded at once, and needs no reservation.
         return self._held_bytes >= self._message_bytes or super()._reserve(size_bytes)
 
     def check(self, now_s: float) -> None:
-        """Check the time limits (see Stream). A late message ends the stream after the answers to earlier batches."""
+        """End the stream, after the answers to earlier batches, if a message has not come whole within READ_S.
+
+        Otherwise check the time limits of every call.
+        """
         if self._since_s is not None and now_s - self._since_s > self.READ_S and not self.window.is_finished:
             self._since_s = None
             self.fail_after_answers(RequestError(f"a message has not come whole within {self.READ_S:.0f} s"))
@@ -489,7 +496,7 @@ class Upload(FlightCall):
             self._end_stream()
 
     def move(self) -> None:
-        """Send the buffered bytes, then the answers that were settled meanwhile (see Stream)."""
+        """Send as much unsent DATA as windows and socket allow, then the answers that were settled meanwhile."""
         super().move()
         self._send_answers()
 
@@ -509,7 +516,7 @@ class Upload(FlightCall):
             self.finish()
 
     def release(self) -> None:
-        """Release the window and the slot of this stream (see Exchange)."""
+        """Abort the window, and give back all that a FlightCall holds."""
         self._context.streams.discard(self)
         self.window.abort()
         super().release()

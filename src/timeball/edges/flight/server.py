@@ -137,7 +137,7 @@ class FlightEdge:
         call: Call,
         now_s: float,
     ) -> Exchange:
-        """Create the call of a new stream (see http2.server.Service)."""
+        """Create the exchange of a new call: an Upload for a stream of requests, otherwise a FlightCall."""
         if method is not None and method.takes_stream:
             return Upload(
                 streams,

@@ -94,7 +94,7 @@ class JoinedWrites(asyncio.Transport):
         return self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Look up information about the socket (see asyncio.BaseTransport)."""
+        """Return information about the socket by its name in asyncio, or `default`."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
@@ -304,7 +304,10 @@ class HttpConnection(HttpToolsProtocol):
         return request_line + sum(len(name) + len(value) + 4 for name, value in self.headers) + len("\r\n")
 
     def on_body(self, body: bytes) -> None:
-        """Add received bytes of a body to its request."""
+        """Add received bytes of a body to its request. Bytes that arrive after the answer are dropped.
+
+        Pauses reading if the handler has not taken more than HIGH_WATER_LIMIT bytes.
+        """
         self._unused_bytes = 0
         exchange = self.cycle
         if not exchange.response_complete:

@@ -26,7 +26,7 @@ LIVE = b"/health/live"
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Open a socket that listens on the HTTP port. Raises SetupError when the port is taken."""
+    """Open a socket that listens on the HTTP port. Raises SetupError if the port is taken or the host is unknown."""
     host, port = settings.host, settings.http_port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -295,7 +295,10 @@ class Intake:
         return items
 
     def _convert_record(self, record: Record, now_ms: int) -> BridgeMessage:
-        """Convert a record to a message, or to a dead letter. An unexpected error gives a dead letter, too."""
+        """Convert a record to a message, or to a dead letter.
+
+        An unexpected error is logged, and gives a dead letter without key and headers.
+        """
         try:
             return records.message_of(record, self._rules, now_ms)
         # A record may contain any bytes, and must not block the records after it.

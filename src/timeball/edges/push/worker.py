@@ -428,7 +428,10 @@ class Worker:
         self._pace_changed.set()
 
     async def _settle(self, request: _PushRequest, answer: Answer) -> None:
-        """Acknowledge a message, or return it to its group (see the module docstring). Raises TimeballError."""
+        """Acknowledge a delivered message, or return it to its group for a retry. Raises TimeballError.
+
+        The answer 410 pauses the subscription, and does not count as an attempt.
+        """
         consuming = self._broker.consuming
         if answer.outcome == "delivered":
             if not all(await consuming.acknowledge([request.receipt])):

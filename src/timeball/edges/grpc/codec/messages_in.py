@@ -245,7 +245,10 @@ def _gzip_header_bytes(body: bytes) -> int:
 
 
 def _check_digest(body: bytes, digest_type: DigestType, checksum: str) -> None:
-    """Raise Refused if the body does not have this checksum. A digest of unspecified type is ignored."""
+    """Raise Refused if the body does not have this checksum, or if the type of the digest is not supported.
+
+    A digest of unspecified type is ignored.
+    """
     if digest_type == DigestType.DIGEST_TYPE_UNSPECIFIED:
         return
     claimed_checksum = checksum.upper().lstrip("0")  # some clients leave out the leading zeros

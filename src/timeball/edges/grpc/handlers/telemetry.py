@@ -215,7 +215,7 @@ def complete_settings(settings: Settings, group: SubscriptionGroup | None, *, ch
         completed.publishing.max_body_size = limits.BODY_BYTES_MAX
         completed.publishing.validate_message_type = check_types
         completed.backoff_policy.CopyFrom(
-            _exponential(PRODUCER_ATTEMPTS, PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR)
+            _create_exponential_policy(PRODUCER_ATTEMPTS, PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR)
         )
         return completed
     completed.subscription.fifo = group.consume_message_orderly
@@ -243,7 +243,7 @@ def _retry_policy(group: SubscriptionGroup, *, is_exponential: bool) -> RetryPol
     attempts, policy = attempts_max(group), group.group_retry_policy
     if is_exponential or policy.type == "EXPONENTIAL":
         retry = policy.exponential_retry_policy or ExponentialRetry()
-        return _exponential(attempts, retry.initial, retry.max, retry.multiplier)
+        return _create_exponential_policy(attempts, retry.initial, retry.max, retry.multiplier)
     # A pause for each attempt that may fail, because clients only look the pauses up.
     pauses = [
         duration(retry_delay_ms(policy, attempt, first=PUSH_FIRST))
@@ -252,7 +252,7 @@ def _retry_policy(group: SubscriptionGroup, *, is_exponential: bool) -> RetryPol
     return RetryPolicy(max_attempts=attempts, customized_backoff=CustomizedBackoff(next=pauses))
 
 
-def _exponential(attempts: int, initial_ms: int, max_ms: int, factor: int) -> RetryPolicy:
+def _create_exponential_policy(attempts: int, initial_ms: int, max_ms: int, factor: int) -> RetryPolicy:
     """Create a policy whose pauses grow by `factor` from `initial_ms` to `max_ms`."""
     return RetryPolicy(
         max_attempts=attempts,

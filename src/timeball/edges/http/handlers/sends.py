@@ -74,7 +74,7 @@ class _RandomIds(send_codec.IdSource):
         self._unused_ids: list[str] = []
 
     def id_of(self, index: int) -> str:
-        """Make an id (see IdSource)."""
+        """Make a random id of 32 hexadecimal characters. The index of the message is not needed."""
         # Threads that decode large requests call this too. Each step on the list is atomic in the interpreter.
         try:
             return self._unused_ids.pop()
@@ -97,7 +97,7 @@ class Sends:
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": DirectHandler(self._begin, self._send)}}
 
     def _begin(self, call: Call, respond: Respond) -> bool:
-        """Begin to send the messages of a request, if its body has come and is small (see DirectHandler).
+        """Begin to send the messages of a request. Returns False if its body is missing or large, and `_send` must run.
 
         Raises the errors of `_check`, of the decoding, and of `_put`.
         """
@@ -212,7 +212,7 @@ class Sends:
             self._broker.sends.put(piece)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
-        """Complete the requests with the positions of their messages (see Edge in broker/accepting/ingress.py)."""
+        """Answer the requests whose messages the broker has accepted, with the positions of the messages."""
         for piece in pieces:
             decoded, repeated = piece.decoded, accepted.sent
             if piece.has_key and repeated is None:
@@ -300,7 +300,7 @@ class Scheduled:
         )  # fmt: skip
 
     async def _cancel(self, call: Call) -> Answer:
-        """Cancel the messages with an id."""
+        """Cancel the messages with the id in the path, in all topics or in that of the query. Shows the first verdict."""
         topic = call.query.get("topic")
         return _build_verdict_answer(
             await self._broker.cancel(ids=[call.path["id"]], topic=topic, caller=call.caller)

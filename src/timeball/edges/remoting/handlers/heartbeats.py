@@ -482,7 +482,9 @@ STRATEGIES = {"AVG": allocate_averagely, "AVG_BY_CIRCLE": allocate_by_circle}
 def assign(
     client_id: str, queue_ids: list[int], client_ids: list[str], *, strategy: str, pops: bool, share_with: int
 ) -> list[int] | None:
-    """Assign queues to the member `client_id`. Returns None for an unknown strategy, or without members or queues.
+    """Assign queues to a client of a group. Without ANY_QUEUE, a client that is no member gets [].
+
+    Returns None for an unknown strategy, or without members or queues.
 
     `share_with`: a popping member also gets the queues of this many members after it. If it is 0 or covers all other
     members, the result is ANY_QUEUE: the broker chooses the queue of each POP request.

@@ -206,7 +206,10 @@ class Pulls:
         return grant
 
     def _find_queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
-        """Find the queue of a pull and check that the caller may read it. Raises Refused and the policy's errors."""
+        """Find the queue of a pull, and check that the caller may read it as the group.
+
+        Raises Refused, NotFound, Forbidden, InvalidName and OverLimit.
+        """
         members = self._sessions.group(fields.consumer_group)
         broadcasting = members is not None and members.membership.message_model == BROADCASTING
         self._broker.policy.joined(fields.consumer_group, caller, broadcasting=broadcasting)

@@ -268,7 +268,10 @@ class Sends:
         )
 
     def _queue_count(self, fields: SendFields, caller: Caller) -> int:
-        """Return the number of queues of the topic. Creates the topic if the policy allows it, or raises its error."""
+        """Return the number of queues of a topic, which is created if it is missing.
+
+        Raises InvalidName, Forbidden, NotFound and OverLimit.
+        """
         topic = self._policy.destination(fields.topic, caller)
         if topic is None:
             self._policy.admit([fields.topic], caller, fields.default_queues)
