@@ -73,7 +73,7 @@ SHOWN = (
         ("process start to first on-time release",),
     ),
     Shown(
-        "cancel by key among very many pending messages, 8 clients",
+        "cancel by key, 8 clients: pending messages, rate and p99 (with bars)",
         "keys",
         ("scheduled messages in the table", "cancel by key, 8 at a time: rate", "cancel by key, 8 at a time: p99"),
     ),

@@ -18,6 +18,6 @@ warm: RocketMQ is loaded until its rate grows by less than 3 % in 10 s. They sha
 A broker that is added later is one more class beside RocketMQ and one more column: work asks a peer which wires it
 speaks, and leaves its cells empty where it speaks none of them.
 
-Not measured: the network (loopback), other disks, TLS, several brokers, replication, producers beside consumers, cold
-reads (messages are pulled soon after they were written, and are in memory).
+Not measured: the network (loopback), other disks, TLS, several brokers, replication, producers beside consumers (except
+in the second table), cold reads (messages are pulled soon after they were written, and are in memory).
 """

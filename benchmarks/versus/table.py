@@ -15,27 +15,31 @@ BUSY = (
     " message only with care.**"
 )
 HOW = """\
-`make versus` writes this page: the same work on both brokers, in turn in each round, while both are running and warm.
-Each cell is the median of {rounds}. In rows in s, ms or MB, less is better.
+`make versus` writes this page. The first table shows the same work on both brokers, in turn in each round, while both
+are running and warm. The second table shows deliveries to a consumer, also from other brokers. Each cell is the median
+of {rounds}. In rows in s, ms or MB, less is better.
 
 - Bodies have 128 bytes. Requests have the headers of unmodified RocketMQ clients for Java. An answer without success
   counts as failed, and so does a scheduled message that is early, missing or there twice.
 - C x W: C connections, each with up to W unanswered requests.
-- CPU: the server's user and system time in microseconds (us) for each message, up to the last answer or release, for a
-  burst from the due time on.
-- Lateness: when a message was stored in its queue, minus its due time. p50 and p99 are of the lateness in lateness
-  rows, else of the time until the answer.
-- Burst and waiting (pending): about {waiting} scheduled messages. Memory is the process's.
+- CPU: the server's user and system time in microseconds (us) for each message, until the last answer or release. For a
+  burst, it counts from the due time on.
+- Lateness: the time at which a message was stored in its queue, minus its due time. In rows of lateness, p50 and p99
+  are those of the lateness. In other rows, they are those of the time until the answer.
+- Burst and waiting (pending): about {waiting} scheduled messages. Memory is that of the server's process. Its anonymous
+  part belongs to no file.
 - Before each measurement, free memory is filled with page cache, as on a machine in use."""
 AT_CONSUMER_HEAD = "## At the consumer"
 AT_CONSUMER = """\
-Each cell is the median of {rounds}. Lateness: when a consumer holds the message, minus its due time. Consumers lease
-and acknowledge each message. Producer and consumers are processes on the broker's machine, written on sockets (except
-for the Python client). One broker runs at a time, in another order in each round. A broker that is not durable
-answers before the disk has the message. beanstalkd delays by whole seconds.
+Each cell is the median of {rounds}. Lateness: the time at which a consumer holds the message, minus its due time.
+Consumers lease and acknowledge each message. Producer and consumers are processes on the broker's machine. They use
+plain sockets, except for the Python client. Over remoting, each message is sent and acknowledged by a request of its
+own. One broker runs at a time, in another order in each round. A broker that is not durable answers before the disk has
+the message. beanstalkd delays by whole seconds. *Not reached*: the broker accepts messages too slowly for the burst.
 
-In rows of single requests, a connection has one in flight, and p50 and p99 are of the time until the answer. Memory
-is the growth of the process, without mapped files."""
+In rows of single requests, each connection has one request in flight. p50 and p99 are those of the time until the
+answer. The row of 1,000 groups has the median of five messages, and p50 and p99 of all five together: so p99 can be
+above the median. Memory is the growth of the process, without mapped files."""
 OURS = "Timeball"
 SMALL = "**A small run: the figures mean nothing.**"
 
