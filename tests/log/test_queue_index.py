@@ -202,6 +202,15 @@ def test_at_returns_the_entries_of_the_offsets(offsets: list[int]) -> None:
     assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
 
 
+@pytest.mark.parametrize("begin, end", [(10, 20), (290, 310), (590, 620), (0, 900), (700, 720), (900, 910)])
+def test_read_returns_entries_in_the_byte_order_of_the_file(begin: int, end: int) -> None:
+    """Compiled readers take the bytes. numpy returns the native order when it concatenates parts."""
+    _, queue = queue_of_900_entries(CrashFiles())
+    entries = queue.read(begin, end - begin)
+    assert entries.dtype == ENTRY
+    assert entries["seq"].tobytes() == np.arange(begin + 1, min(end, 900) + 1, dtype=">i8").tobytes()
+
+
 def test_read_numbers_returns_the_present_entries_also_when_its_last_result_was_cached() -> None:
     indexes = QueueIndexes(CrashFiles())
     index = indexes.queue("t", 0)

@@ -73,13 +73,12 @@ class Part:
     topic: str
     queue_id: int
     first_offset: int
-    entries: EntryArray
+    entries: EntryArray  # in the byte order of ENTRY: `encode` and compiled readers take the bytes
 
 
 def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
     """Encode the file for the log's rows [first_seq, next_seq), with a run for each of the `parts`."""
-    # Converted to the file's byte order, because numpy's concatenate returns the native one.
-    entry_bytes = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
+    entry_bytes = [part.entries.tobytes() for part in parts]
     names: dict[str, int] = {}
     runs = np.empty(len(parts), RUN)
     for run_number, part in enumerate(parts):
@@ -395,7 +394,8 @@ class QueueIndex:
         state = self._state
         if offset < end:
             chunks.append(state.tail[offset - state.tail_first : end - state.tail_first])
-        return np.concatenate(chunks) if chunks else _NO_ENTRIES.copy()
+        # With its type, because numpy would return the native byte order, which compiled readers do not understand.
+        return np.concatenate(chunks, dtype=ENTRY) if chunks else _NO_ENTRIES.copy()
 
     def read_numbers(self, offset: int, count: int) -> tuple[list[int], list[int]]:
         """Read the sequence numbers and sizes of up to `count` entries from `offset` on.
