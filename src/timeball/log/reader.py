@@ -108,7 +108,7 @@ class LogReader:
     def frames(self, from_seq: int, to_seq: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield (first_seq, LOG_SCHEMA rows) of every frame that overlaps [from_seq, to_seq), whole and in order.
 
-        The range may end after the last durable row. Raises OutOfRange when it begins before the first row, and Corrupt.
+        The range may end after the last durable row. Raises OutOfRange if it begins before the first row, and Corrupt.
         """
         # Read once: rows that become durable during the iteration do not belong to this range.
         to_seq = min(to_seq, self.next_seq)
