@@ -40,10 +40,11 @@ def access_file(folder: Path, text: str = ACCESS_FILE) -> Path:
 
 @contextmanager
 def guarded_node(folder: Path, **settings: Any) -> Iterator[RunningNode]:
+    """Run a node with these accounts."""
     with running_node(folder / "data", access_file=str(access_file(folder)), **settings) as running:
         yield running
 
 
 def keys(account: str) -> dict[str, str]:
-    """The credentials as arguments of a client."""
+    """Return the credentials of an account as arguments of a client."""
     return {"access_key": account, "secret_key": SECRETS[account]}

@@ -13,6 +13,6 @@ import psutil
 
 START_S = time.time() - psutil.Process().create_time()
 STARTS = 150  # a broker starts in two or three, a Spark in twenty
-LEAST_S = 30.0  # the start may have been lucky: a machine that was idle then may be busy now
-MOST_S = 240.0  # below pytest's own limit, which cannot say what was waited for
+LEAST_S = 30.0  # a machine that was idle at the start may be busy later
+MOST_S = 240.0  # below the limit of pytest, whose message does not name the condition
 BOUND_S = round(min(max(LEAST_S, STARTS * START_S), MOST_S))

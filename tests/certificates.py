@@ -17,11 +17,12 @@ class Certificate(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The settings of a broker with this certificate."""
         return {"tls_cert": self.cert, "tls_key": self.key}
 
 
 def certificate(folder: Path, *names: str) -> Certificate:
-    """A certificate for these names; without any, for this machine."""
+    """Issue a certificate for these names, or for this machine if there are none."""
     authority = trustme.CA()
     issued = authority.issue_cert(*(names or ("127.0.0.1", "localhost")))
     folder.mkdir(exist_ok=True)

@@ -36,12 +36,13 @@ def write(path: Path) -> None:
             rows.groupBy("topic").count().collect()
     jvm = SparkContext._gateway.proc
     spark.stop()
-    jvm.stdin.close()  # its end: it writes now
+    jvm.stdin.close()  # the JVM ends, and writes the classes
     jvm.wait(120)
     partial.replace(path)
 
 
 def _count(rows: object, _: int) -> None:
+    """Count the rows of a batch of the stream."""
     rows.count()  # type: ignore[attr-defined]
 
 

@@ -20,10 +20,10 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 # `make test` loads this one; `make slow` runs each property again, with all its examples.
 hypothesis.settings.register_profile("quick", hypothesis.settings.default, max_examples=8)
 
-# Brokers that tests start listen for RocketMQ clients too, many at a time: on any free port unless a test says which.
+# Brokers that tests start listen for RocketMQ clients too, many at a time: on any free port unless a test names one.
 os.environ.setdefault("TIMEBALL_NAME_SERVER_PORT", "0")
 os.environ.setdefault("TIMEBALL_REMOTING_PORT", "0")
-# And each allocates its log, twice the size of a segment.
+# Each also allocates its log, twice the size of a segment.
 os.environ.setdefault("TIMEBALL_SEGMENT_BYTES", "16MiB")
 
 os.environ.setdefault("SPARK_SUBMIT_OPTS", java_options())
@@ -31,7 +31,7 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", java_options())
 COLLECT_EVERY = 100
 TESTS_DONE = pytest.StashKey[list[int]]()
 
-# A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
+# A job in the background ignores Ctrl-C, and so would all processes that its tests start.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)

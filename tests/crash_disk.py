@@ -1,4 +1,4 @@
-"""What a disk remembers: files as blocks with an undo list, folders as entries with pending operations.
+"""The state of a disk: files as blocks with an undo list, folders as entries with pending operations.
 
 A file keeps its current bytes once, in a lazily filled anonymous mapping of fixed reach, so that views of it
 never move. Beside it lies an undo list: for each 512-byte block written since the last sync, the bytes that are
@@ -36,7 +36,7 @@ Stamp = tuple[int, int, int]  # inode number, modification time in ns, size of t
 
 
 class Inode:
-    """The content of one file: as programs see it, and what of it the disk has."""
+    """The content of one file, as programs see it and as the disk has it."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -55,7 +55,7 @@ class Inode:
         self._saved: NDArray[np.bool_] = np.zeros(64, dtype=np.bool_)
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Put bytes into the current content, growing the file where they end beyond it."""
+        """Put bytes into the current content. The file grows if they end beyond it."""
         end = offset + len(data)
         if end > MAX_FILE_BYTES:
             raise ValueError(f"the crash model holds files up to {MAX_FILE_BYTES} bytes, not {end}")
@@ -68,7 +68,7 @@ class Inode:
             self._resize(end)
 
     def allocate(self, size: int) -> None:
-        """Set the size; what is cut off reads as zeros when the file grows again."""
+        """Set the size. Bytes that are cut off read as zeros when the file grows again."""
         if size > MAX_FILE_BYTES:
             raise ValueError(f"the crash model holds files up to {MAX_FILE_BYTES} bytes, not {size}")
         tail = max(self._extent, self.mapped_bytes)
@@ -80,17 +80,17 @@ class Inode:
             self._resize(size)
 
     def map(self) -> memoryview:
-        """A writable view of the whole file; from now on any block of it may change unseen."""
+        """Return a writable view of the whole file. From now on any of its blocks may change unseen."""
         self._save(0, self.size)
         self.mapped_bytes = max(self.mapped_bytes, self.size)
         return memoryview(self.memory)[: self.size]
 
     def view(self) -> memoryview:
-        """A read-only view of the whole file."""
+        """Return a read-only view of the whole file."""
         return memoryview(self.memory)[: self.size].toreadonly()
 
     def sync(self) -> None:
-        """What programs see is what the disk has."""
+        """Let the disk have the current state."""
         for first, old in self._undo:
             self._saved[first : first + len(old)] = False
         self._undo.clear()
@@ -99,7 +99,7 @@ class Inode:
         self._save(0, self.mapped_bytes)
 
     def after_cut(self, rng: np.random.Generator, survival: Survival) -> Inode:
-        """The file as one cut may leave it."""
+        """Return the file as one cut may leave it."""
         left = Inode()
         size = self.durable_size
         if survival == "everything":
@@ -120,6 +120,7 @@ class Inode:
         return left
 
     def _resize(self, size: int) -> None:
+        """Set the size, which may survive a cut."""
         self.size = size
         self._sizes.append(size)
 
@@ -135,10 +136,10 @@ class Inode:
             runs = [(first, last)] if first < last else []
         else:
             edges = np.flatnonzero(np.diff(kept, prepend=True, append=True)) + first
-            runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-        for a, b in runs:
-            self._undo.append((a, self.blocks[a:b].copy()))
-            self._saved[a:b] = True
+            runs = [(int(begin), int(stop)) for begin, stop in edges.reshape(-1, 2)]
+        for begin, stop in runs:
+            self._undo.append((begin, self.blocks[begin:stop].copy()))
+            self._saved[begin:stop] = True
 
 
 def _lost_blocks(count: int, rng: np.random.Generator, survival: Survival) -> slice | NDArray[np.bool_]:
@@ -158,7 +159,7 @@ def _lost_blocks(count: int, rng: np.random.Generator, survival: Survival) -> sl
 
 @dataclass(slots=True)
 class Change:
-    """One operation on a folder: these names vanish, then this one points at a node."""
+    """One operation on a folder: it removes names, then sets a name to a node."""
 
     gone: tuple[str, ...]
     name: str | None = None
@@ -167,7 +168,7 @@ class Change:
 
 @dataclass(slots=True)
 class Folder:
-    """Entries on disk, entries as programs see them, and what lies between."""
+    """Entries on disk, entries as programs see them, and the changes between both."""
 
     current: dict[str, Inode | Folder] = field(default_factory=dict)
     durable: dict[str, Inode | Folder] = field(default_factory=dict)
@@ -175,24 +176,24 @@ class Folder:
     mirror: Path | None = None
 
     def link(self, name: str, node: Inode | Folder) -> None:
-        """A new name, or an old one for another node."""
+        """Add a name, or give an existing name to another node."""
         self._apply(Change((), name, node))
 
     def unlink(self, name: str) -> None:
-        """A name goes."""
+        """Remove a name."""
         self._apply(Change((name,)))
 
     def rename(self, old: str, new: str) -> None:
-        """One name goes and another, old or new, takes its node, in one step."""
+        """Remove a name and give its node to another one, in one step."""
         self._apply(Change((old,), new, self.current[old]))
 
     def sync(self) -> None:
-        """What programs see is what the disk has."""
+        """Let the disk have the current state."""
         self.durable = dict(self.current)
         self.pending.clear()
 
     def after_cut(self, rng: np.random.Generator, survival: Survival) -> Folder:
-        """The folder and all below it as one cut may leave it."""
+        """Return the folder and all below it as one cut may leave it."""
         entries = dict(self.durable)
         lost_names: set[str] = set()
         share = float(rng.choice([0.1, 0.5, 0.9])) if survival == "random" and self.pending else 0.0
@@ -207,15 +208,17 @@ class Folder:
         return Folder(current=left, durable=dict(left))
 
     def _apply(self, change: Change) -> None:
+        """Apply an operation, which is pending until the next sync."""
         for name in (*change.gone, change.name):
             node = self.current.get(name) if name is not None else None
             if node is not None and node is not change.node:
-                node.mirror = None  # it has no name any more, so no external copy follows it
+                node.mirror = None  # it no longer has a name, so no external copy follows it
         _change(self.current, change)
         self.pending.append(change)
 
 
 def _change(entries: dict[str, Inode | Folder], change: Change) -> None:
+    """Apply an operation to entries."""
     for name in change.gone:
         entries.pop(name, None)
     if change.name is not None and change.node is not None:

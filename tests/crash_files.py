@@ -60,7 +60,7 @@ class CrashFile:
             self._files.allocate(self._open(), self.name, size_bytes, reserved)
 
     def reserve(self, begin: int, end: int) -> None:
-        """See File. No byte changes: it is counted, and may fail as what takes space does."""
+        """See File. No byte changes. The call is counted, and may fail like calls that take space."""
         with self._files.running():
             self._files.reserve(self._open(), self.name, begin, end)
 
@@ -75,17 +75,18 @@ class CrashFile:
             self._files.sync_inode(self._open(), "sync", self.name)
 
     def close(self) -> None:
-        """See File. Works after a cut too: it touches no disk."""
+        """See File. It also works after a cut, because it touches no disk."""
         self._closed = True
 
     def _open(self) -> Inode:
+        """Return the inode. Raises DiskFailed after `close`."""
         if self._closed:
             raise DiskFailed(f"using {self.name} failed: it is closed")
         return self._inode
 
 
 class CrashFiles(Power):
-    """A folder in memory whose power can be cut; see the module for how to use it."""
+    """A folder in memory whose power can be cut. The module describes its use."""
 
     has_links = False
 
@@ -104,12 +105,12 @@ class CrashFiles(Power):
         """See Files: `fail_at` makes it full."""
         return 1 << 40
 
-    # -- what tests use ------------------------------------------------------------------------------------
+    # -- for tests -----------------------------------------------------------------------------------------
 
     def crash(
         self, seed: int = 0, survival: Survival = "random", *, crash_at: int | None = None
     ) -> CrashFiles:
-        """The disk after a power cut now, with the parts of unsynced data that survive."""
+        """Return the disk after a power cut now, with the parts of unsynced data that survive."""
         with self.lock:
             if not self.cut:
                 self.about_to_cut()
@@ -120,11 +121,11 @@ class CrashFiles(Power):
             return after
 
     def content(self, name: str) -> bytes:
-        """What a program would read now."""
+        """Return the bytes that a program would read now."""
         return bytes(self.map_readonly(name).to_pybytes())
 
     def close(self) -> None:
-        """Remove the folder handed out by `external`; happens by itself when the object dies."""
+        """Remove the folder of `external`. This also happens when the object dies."""
         with self.lock:
             if self._outside is not None:
                 shutil.rmtree(self._outside, ignore_errors=True)
@@ -137,17 +138,17 @@ class CrashFiles(Power):
             folder = self._root
             parts = _parts(name)
             for depth, part in enumerate(parts):
-                here = "/".join(parts[: depth + 1])
+                path = "/".join(parts[: depth + 1])
                 child = folder.current.get(part)
                 if child is None:
                     child = Folder()
-                    self.begin("mkdir", here, takes_space=True)
+                    self.begin("mkdir", path, takes_space=True)
                     folder.link(part, child)
                     if folder.mirror is not None:
                         mirror_folder(child, folder.mirror / part)
                     self.end()
                 if not isinstance(child, Folder):
-                    raise DiskFailed(f"making folder {here} failed: a file has this name")
+                    raise DiskFailed(f"making folder {path} failed: a file has this name")
                 self._sync_folder(folder, "/".join(parts[:depth]))
                 folder = child
 
@@ -197,10 +198,10 @@ class CrashFiles(Power):
             return pa.py_buffer(self._inode(name).view())
 
     def unload(self, mapped: pa.Buffer) -> None:
-        """See Files. What is mapped here is memory."""
+        """See Files. Mappings are memory."""
 
     def warm(self, name: str, begin: int, end: int) -> None:
-        """See Files. Nothing that a power cut could find."""
+        """See Files. This has no effect that a power cut could find."""
 
     def replace(self, name: str, data: bytes) -> None:
         """See Files. Five cut points: create, write, sync, rename, sync_dir."""
@@ -283,7 +284,7 @@ class CrashFiles(Power):
     # -- for CrashFile: with the lock held ------------------------------------------------------------------
 
     def write(self, inode: Inode, name: str, offset: int, data: Bytes) -> None:
-        """One counted write."""
+        """Write, as one counted call."""
         if offset < 0:
             raise DiskFailed(f"writing {name} failed: negative offset {offset}")
         try:
@@ -297,21 +298,21 @@ class CrashFiles(Power):
         self.end()
 
     def allocate(self, inode: Inode, name: str, size_bytes: int, reserved: bool) -> None:
-        """One counted change of size."""
+        """Change the size, as one counted call."""
         self.begin("allocate", name, takes_space=reserved and size_bytes > inode.size)
         inode.allocate(size_bytes)
         self._mirror(inode)
         self.end()
 
     def reserve(self, inode: Inode, name: str, begin: int, end: int) -> None:
-        """One counted reservation of a part of the file."""
+        """Reserve a part of the file, as one counted call."""
         if not 0 <= begin < end:
             raise DiskFailed(f"allocating {end - begin} bytes for {name} failed: no such part")
         self.begin("reserve", name, takes_space=True)
         self.end()
 
     def sync_inode(self, inode: Inode, call: str, name: str) -> None:
-        """One counted sync; a cut comes before its effect."""
+        """Sync, as one counted call. A cut comes before its effect."""
         try:
             self.begin(call, name)
         except TimeballError:
@@ -331,18 +332,21 @@ class CrashFiles(Power):
             self._absorb(name)
 
     def _sync_folder(self, folder: Folder, name: str) -> None:
+        """Sync a folder, as one counted call."""
         self.begin("sync_dir", name)
         self.end()
         if not self.forget_sync_dir:
             folder.sync()
 
     def _find(self, name: str) -> Inode | Folder | None:
+        """Return a file or folder, or None."""
         node: Inode | Folder | None = self._root
         for part in _parts(name):
             node = node.current.get(part) if isinstance(node, Folder) else None
         return node
 
     def _inode(self, name: str) -> Inode:
+        """Return a file. Raises NotFound and DiskFailed."""
         node = self._find(name)
         if node is None:
             raise NotFound(f"opening {name} failed: there is no such file")
@@ -351,6 +355,7 @@ class CrashFiles(Power):
         return node
 
     def _parent(self, name: str, *, missing_ok: bool = False) -> tuple[Folder, str]:
+        """Return the folder of a name, and the last part of the name."""
         *above, last = _parts(name)
         folder = self._find("/".join(above))
         if isinstance(folder, Folder):
@@ -360,18 +365,21 @@ class CrashFiles(Power):
         raise NotFound(f"opening {name} failed: its folder does not exist")
 
     def _mirror(self, inode: Inode) -> None:
+        """Copy a file to its place in the external folder, if it has one."""
         if inode.mirror is not None:
             mirror_content(inode, inode.mirror)
 
     def _outside_path(self, name: str) -> Path:
+        """Return the external path of a name. The first call makes the external folder."""
         if self._outside is None:
             memory = Path("/dev/shm")
-            where = memory if memory.is_dir() else None
-            self._outside = Path(tempfile.mkdtemp(prefix="crash_files_", dir=where))
+            parent = memory if memory.is_dir() else None
+            self._outside = Path(tempfile.mkdtemp(prefix="crash_files_", dir=parent))
             weakref.finalize(self, shutil.rmtree, self._outside, ignore_errors=True)
         return self._outside.joinpath("root", *_parts(name))
 
     def _absorb(self, name: str) -> None:
+        """Take over the changes of a library below a name."""
         path = self._outside_path(name)
         if not path.is_dir():
             return
@@ -387,4 +395,5 @@ class CrashFiles(Power):
 
 
 def _parts(name: str) -> list[str]:
+    """Split a name at its slashes."""
     return [part for part in name.split("/") if part not in ("", ".")]

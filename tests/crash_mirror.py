@@ -1,4 +1,4 @@
-"""The real folder a library works in, kept in step with a folder of the crash model, both ways.
+"""A real folder in which a library works, and a folder of the crash model, kept equal in both directions.
 
 A copy carries the stamp (inode number, modification time, size) it had when both sides were equal; only files
 whose stamp differs are read again. A time stamp younger than a clock tick of the kernel proves nothing, so such
@@ -18,7 +18,7 @@ _RACY_NS = 50_000_000
 
 
 def mirror_folder(folder: Folder, path: Path) -> None:
-    """Make the real folder show what the model's folder holds; files in step already are left alone."""
+    """Make the real folder equal to the folder of the model. Equal files are not written."""
     path.mkdir(parents=True, exist_ok=True)
     folder.mirror = path
     for name, node in folder.current.items():
@@ -29,7 +29,7 @@ def mirror_folder(folder: Folder, path: Path) -> None:
 
 
 def mirror_content(inode: Inode, path: Path) -> None:
-    """Make the real file show what the model's file holds."""
+    """Make the real file equal to the file of the model."""
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(inode.view())
         file.truncate(inode.size)
@@ -38,10 +38,10 @@ def mirror_content(inode: Inode, path: Path) -> None:
 
 
 def absorb_folder(folder: Folder, path: Path) -> None:
-    """Take over what a library has changed in the real folder, in the order of the files' times."""
+    """Take over the changes of a library in the real folder, in the order of the files' times."""
     folder.mirror = path
-    found = sorted((entry.stat().st_mtime_ns, entry.name, entry.is_dir()) for entry in os.scandir(path))
-    for _, name, is_dir in found:
+    entries = sorted((entry.stat().st_mtime_ns, entry.name, entry.is_dir()) for entry in os.scandir(path))
+    for _, name, is_dir in entries:
         child = folder.current.get(name)
         if is_dir:
             if not isinstance(child, Folder):
@@ -50,11 +50,12 @@ def absorb_folder(folder: Folder, path: Path) -> None:
             absorb_folder(child, path / name)
         else:
             _absorb_file(folder, name, child if isinstance(child, Inode) else None, path / name)
-    for name in folder.current.keys() - {name for _, name, _ in found}:
+    for name in folder.current.keys() - {name for _, name, _ in entries}:
         folder.unlink(name)
 
 
 def _absorb_file(folder: Folder, name: str, inode: Inode | None, path: Path) -> None:
+    """Take over a file, unless its stamp shows that it has not changed."""
     status = path.stat()
     stamp = _stamp(status)
     if inode is not None and inode.stamp == stamp:
@@ -75,4 +76,5 @@ def _absorb_file(folder: Folder, name: str, inode: Inode | None, path: Path) -> 
 
 
 def _stamp(status: os.stat_result) -> Stamp:
+    """Return the stamp of a file."""
     return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,7 +1,7 @@
 """The switch and the fault box of the crash model: counts calls that change something, ends or fails them.
 
 A call is `begin` (it is counted; a planned fault is raised), its effect, `end` (the planned cut happens). A sync
-calls `end` before its effect: power that goes during a sync leaves it undone, which is the worst it can do.
+calls `end` before its effect: a cut during a sync leaves it undone, which is the worst case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from timeball.model.errors import OverLimit, TimeballError
 
 
 class PowerCut(BaseException):
-    """The power is gone. Not an Exception: no handler of the code under test may take it for a fault."""
+    """The power is cut. Not an Exception: no handler of the code under test may take it for a fault."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Power:
             self._faults.append(_Fault(call, error, forever))
 
     def heal(self) -> None:
-        """Inject no faults from here on: space was freed, or the disk was replaced."""
+        """Inject no more faults, as if space was freed or the disk was replaced."""
         with self.lock:
             self._faults.clear()
 
@@ -59,7 +59,7 @@ class Power:
             yield
 
     def begin(self, call: str, name: str, *, takes_space: bool = False) -> None:
-        """Count one call; raises the fault planned for it, before any effect."""
+        """Count one call. Raises the fault that is planned for it, before any effect."""
         self.check_power()
         self.calls += 1
         self.trace.append((call, name))
@@ -80,7 +80,7 @@ class Power:
         """Called just before the cut, the last moment in which a subclass can record something."""
 
     def check_power(self) -> None:
-        """Raise PowerCut once the power is gone."""
+        """Raise PowerCut if the power is cut."""
         if self.cut:
             call, name = self.trace[-1]
             raise PowerCut(f"power cut at call {self.calls}: {call} {name}")

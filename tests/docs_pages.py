@@ -9,21 +9,22 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def page(name: str) -> str:
+    """Read a page."""
     return (ROOT / name).read_text("utf-8")
 
 
 def section(text: str, heading: str) -> str:
-    """The lines below a heading, up to the next one of the same or a higher level. Empty without the heading."""
-    found = re.search(rf"^(#+) {re.escape(heading)}\n", text, re.MULTILINE)
-    if not found:
+    """Return the lines below a heading, up to the next one of the same or a higher level, or "" without the heading."""
+    match = re.search(rf"^(#+) {re.escape(heading)}\n", text, re.MULTILINE)
+    if not match:
         return ""
-    level = len(found[1])
-    end = re.search(rf"^#{{1,{level}}} ", text[found.end() :], re.MULTILINE)
-    return text[found.end() :][: end.start() if end else None]
+    level = len(match[1])
+    end = re.search(rf"^#{{1,{level}}} ", text[match.end() :], re.MULTILINE)
+    return text[match.end() :][: end.start() if end else None]
 
 
 def first_cells(text: str) -> set[str]:
-    """The words in the first column of the tables, without marks."""
+    """Return the words in the first column of the tables, without marks."""
     cells: set[str] = set()
     for line in text.splitlines():
         if line.startswith("|"):

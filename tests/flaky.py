@@ -51,10 +51,10 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     stats = terminalreporter.stats
-    first = stats.pop(AGAIN, [])
+    first_failures = stats.pop(AGAIN, [])
     failed = {report.nodeid for name in ("failed", "error") for report in stats.get(name, [])}
     flaky: dict[str, pytest.TestReport] = {}
-    for report in first:
+    for report in first_failures:
         if report.nodeid not in failed:
             flaky.setdefault(report.nodeid, report)
     if not flaky:

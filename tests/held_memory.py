@@ -28,11 +28,11 @@ class _Counts(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Bytes in use of all arenas; skips the test where the C library does not say."""
+    """Return the used bytes of all arenas. Skips the test if the C library does not count them."""
     counts = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if counts is None:
         pytest.skip("the C library has no mallinfo2")
     gc.collect()
     counts.restype = _Counts
-    found = counts()
-    return int(found.uordblks) + int(found.hblkhd)
+    used = counts()
+    return int(used.uordblks) + int(used.hblkhd)

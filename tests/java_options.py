@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 ARCHIVE = Path(__file__).parent.parent / ".venv" / ".spark.jsa"  # written by class_archive.py
-# What the second compiler makes faster later costs half of its CPU time now.
+# The second compiler would take half of the CPU time of such a short life.
 FAST_START = "-XX:TieredStopAtLevel=1"
 
 
 def java_options() -> str:
-    """Return the options. A JVM of another build, or with other jars, goes on without the archive."""
+    """Return the options. A JVM of another build, or with other jars, continues without the archive."""
     if not ARCHIVE.exists():
         return FAST_START
     return f"{FAST_START} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:cds=off -Xlog:cds+dynamic=off"

@@ -1,4 +1,4 @@
-"""The time at which a clock shows a local time, found from the definition, by reading clocks.
+"""The time at which a clock shows a local time, by its definition: by reading clocks.
 
 A clock is only asked for the local time at an instant. No library converts a local time to an instant, so no library's
 rule for gaps and repeated times is used here.
@@ -33,10 +33,11 @@ def zone_names() -> tuple[str, ...]:
 @cache
 def distinct_zones() -> tuple[str, ...]:
     """Return one zone for each set of rules, because many zones are aliases."""
-    found = {
-        resources.files("tzdata").joinpath("zoneinfo", *n.split("/")).read_bytes(): n for n in zone_names()
+    zones = {
+        resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).read_bytes(): name
+        for name in zone_names()
     }
-    return tuple(found.values())
+    return tuple(zones.values())
 
 
 @cache

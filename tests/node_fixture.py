@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Shortened:
-    """Changes for as long as any node runs that asked for them."""
+    """Changes that last while a node with them runs."""
 
     def __init__(self, *changes: tuple[Any, str, Any]) -> None:
         self._changes, self._nodes, self._patch = changes, 0, pytest.MonkeyPatch()
@@ -47,25 +47,25 @@ class Shortened:
         self._nodes += 1
 
     def end(self) -> None:
-        """Count one less. After the last one, everything is as before."""
+        """Count one node less. The last one undoes the changes."""
         self._nodes -= 1
         if self._nodes == 0:
             self._patch.undo()
 
 
-def _look_at(descriptor: int) -> None:
-    os.fstat(descriptor)  # one that is closed is still an error
+def _check_descriptor(descriptor: int) -> None:
+    os.fstat(descriptor)  # a closed descriptor is still an error
 
 
 # The power stays on: a node syncs twenty times from its start to its end, which is most of what its tests would wait
-# for. CrashFiles and tests/io/test_files.py see to it that nothing is answered before its sync.
-UNSYNCED = Shortened((os, "fdatasync", _look_at), (os, "fsync", _look_at))
-# A clock that stands is looked at once a second of real time: often, so that a test need not wait for it.
+# for. Tests with CrashFiles and tests/io/test_files.py check that nothing is answered before its sync.
+UNSYNCED = Shortened((os, "fdatasync", _check_descriptor), (os, "fsync", _check_descriptor))
+# A stopped clock is read once in a second of real time. Here it is read often, so that tests need not wait.
 LOOKS = Shortened((ticker, "CLOCK_READ_MS", 10), (transacting, "LOOK_S", 0.01), (receipts, "LOOK_S", 0.01))
 
 
 class RunningNode:
-    """Start with `start`, end with `stop`; may be started again on the same folder and port."""
+    """A node that `start` starts and `stop` ends. It may be started again on the same folder and port."""
 
     def __init__(
         self,
@@ -92,8 +92,9 @@ class RunningNode:
         self.node: Node
 
     def start(self) -> None:
-        for one in self._shortened:
-            one.begin()
+        """Start the node, with its loop in a new thread."""
+        for shortened in self._shortened:
+            shortened.begin()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="node-loop", daemon=True)
         self._thread.start()
@@ -102,25 +103,26 @@ class RunningNode:
         self.settings = replace(self.settings, port=self.node.port, http_port=self.node.http_port)
 
     def stop(self) -> None:
+        """Stop the node and end its loop."""
         try:
             self.run(self.node.stop())
         finally:
             self.end_loop()
 
     def end_loop(self) -> None:
-        """End the event loop of a node that has stopped. What is still due in the loop then has no outcome."""
-        for one in self._shortened:
-            one.end()
+        """End the event loop of a node that has stopped. Callbacks that are still due do not run."""
+        for shortened in self._shortened:
+            shortened.end()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(BOUND_S)
         self.loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The outcome of a coroutine on the node's loop."""
+        """Run a coroutine on the node's loop. Returns its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(BOUND_S)
 
     def messages_since(self, first_seq: int) -> list[int]:
-        """The sequence numbers of the rows from `first_seq` on, without the broker's own META rows."""
+        """Return the sequence numbers of the rows from `first_seq` on, without the broker's own META rows."""
         reader, end_seq = self.broker.log.reader, self.broker.log.writer.next_seq
         eventually(lambda: reader.next_seq >= end_seq, "durable rows")
         kinds = [kind for kind in Kind if kind is not Kind.META]
@@ -140,13 +142,14 @@ class RunningNode:
         return f"{scheme}://127.0.0.1:{self.settings.http_port}"
 
     def client(self, **options: Any) -> Timeball:
-        """A client with columns."""
+        """Return a client over HTTP and Flight."""
         flight = self.endpoint.replace("grpc:", "grpc+tls:") if self.settings.tls_cert else self.endpoint
         return Timeball(self.http_endpoint, flight=flight, **options)
 
 
 @contextmanager
 def running_node(data: Path, clock: Clock | None = None, **settings: Any) -> Iterator[RunningNode]:
+    """Run a node for the length of a block."""
     running = RunningNode(data, clock, **settings)
     running.start()
     try:
@@ -155,11 +158,11 @@ def running_node(data: Path, clock: Clock | None = None, **settings: Any) -> Ite
         running.stop()
 
 
-def eventually(true: Callable[[], object], what: str) -> None:
+def eventually(condition: Callable[[], object], description: str) -> None:
     """Wait for a condition that other threads bring about."""
     pause = threading.Event()
     for _ in range(BOUND_S * 100):
-        if true():
+        if condition():
             return
         pause.wait(0.01)
-    raise AssertionError(f"did not happen in {BOUND_S} s: {what}")
+    raise AssertionError(f"did not happen in {BOUND_S} s: {description}")

@@ -1,6 +1,6 @@
-"""Says in capitals, at the end of a run, which stock clients, browser, etcd, or disks it went without.
+"""Names in capitals, at the end of a run, the stock clients, browser, etcd or disks that were missing.
 
-In the process that prints: those that share the tests have no terminal, and their reports come here.
+This runs in the process that prints. The processes that share the tests have no terminal, and send it their reports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A recorder of what clients were told of messages, and its comparison with what the log says happened.
+"""A recorder of the answers that clients got about messages, and its comparison with the log.
 
-Every call that may settle or move a scheduled message is told to a `Recorder`, with what was answered. In the end the
+A `Recorder` gets every call that may settle or move a scheduled message, with its answer. In the end the
 log of the broker is the witness: each scheduled message has one end, each answer agrees with it, and a call that began
-after another had been answered is not older in the log. What a consumer got is compared with both.
+after the answer to another is not older in the log. The deliveries of a consumer are compared with both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CANCELLED = (
 
 @dataclass
 class Call:
-    """One call about one message, and what it was told. `began`, `ended`: by a count that all calls share."""
+    """One call about one message, and its answer. `began`, `ended`: by a count that all calls share."""
 
     key: str
     began: int
@@ -41,12 +41,13 @@ class Call:
     def told(
         self, verdict: str, seq: int | None = None, at_ms: int | None = None, due_ms: int | None = None
     ) -> None:
+        """Set the answer."""
         self.verdict, self.seq, self.at_ms, self.due_ms = verdict, seq, at_ms, due_ms
 
 
 @dataclass
 class Life:
-    """What the log says of one message: its message, the rows that moved it, in order, and the row that ended it."""
+    """The rows of the log about one message: its own, those that moved it, in order, and the one that ended it."""
 
     key: str
     scheduled_rows: list[dict[str, Any]]
@@ -62,7 +63,7 @@ class Life:
 
 
 class Recorder:
-    """Thread safe. `first_seq` of what was sent, by message id."""
+    """The calls and deliveries of all threads. `first_seq`: the row of each sent message, by its id."""
 
     def __init__(self) -> None:
         self.first_seq: dict[str, int] = {}
@@ -73,7 +74,7 @@ class Recorder:
 
     @contextmanager
     def call(self, key: str) -> Iterator[Call]:
-        """Around a call; what it was told is noted inside."""
+        """Record the call of a block, in which its answer is set."""
         call = Call(key, next(self._ticks))
         yield call
         call.ended = next(self._ticks)
@@ -81,51 +82,54 @@ class Recorder:
             self.calls.append(call)
 
     def verdicts(self) -> Counter[str]:
+        """Count the verdicts of all calls."""
         return Counter(call.verdict for call in self.calls)
 
     def faults(self, log: Iterable[dict[str, Any]]) -> list[str]:
-        """Every disagreement with the rows (of `KINDS`, with `COLUMNS`) of the log."""
+        """List every disagreement with the rows (of `KINDS`, with `COLUMNS`) of the log."""
         lives: dict[int, Life] = {}
-        wrong = []
+        faults = []
         for row in log:
             if row["kind"] == Kind.SCHEDULED:
                 lives[row["seq"]] = Life(row["unique_key"], [row])
             elif row["kind"] == Kind.MOVED:
-                wrong += _of_move(lives[row["source_seq"]], row)
+                faults += _of_move(lives[row["source_seq"]], row)
                 lives[row["source_seq"]].scheduled_rows.append(row)
             elif row["source_seq"] in lives:
                 lives[row["source_seq"]].ends.append(row)
         by_key = defaultdict(list)
         for call in self.calls:
             by_key[call.key].append(call)
-        wrong += [
+        faults += [
             f"scheduled message {seq} has {len(life.ends)} ends"
             for seq, life in lives.items()
             if len(life.ends) != 1
         ]
-        if wrong:
-            return wrong
+        if faults:
+            return faults
         counts = Counter(life.key for life in lives.values())
         for key, seq in self.first_seq.items():
             life = lives[seq]
-            wrong += _of_life(life, counts[key], self.delivered[key])
-            wrong += [f for call in by_key[key] for f in _of_call(life, call)]
-            wrong += _of_order(life, by_key[key])
-        return wrong
+            faults += _of_life(life, counts[key], self.delivered[key])
+            faults += [fault for call in by_key[key] for fault in _of_call(life, call)]
+            faults += _of_order(life, by_key[key])
+        return faults
 
 
 def _of_move(life: Life, row: dict[str, Any]) -> Iterator[str]:
+    """Yield the faults of a row that moves a message."""
     before = life.scheduled_rows[-1]
-    named = row["source_seq"] if row["version_seq"] is None else row["version_seq"]
-    if life.ends or (named, row["from_due_ms"]) != (before["seq"], before["due_ms"]):
+    moved_seq = row["source_seq"] if row["version_seq"] is None else row["version_seq"]
+    if life.ends or (moved_seq, row["from_due_ms"]) != (before["seq"], before["due_ms"]):
         yield f"{life.key} was moved by row {row['seq']} from an instant at which it did not wait"
 
 
 def _of_life(life: Life, count: int, delivered: int) -> Iterator[str]:
+    """Yield the faults of a message's end and of its deliveries."""
     if count != 1:
         yield f"{life.key}: {count} scheduled messages"
-    named = life.end["source_seq"] if life.end["version_seq"] is None else life.end["version_seq"]
-    if (named, life.end["due_ms"]) != (life.scheduled_rows[-1]["seq"], life.scheduled_rows[-1]["due_ms"]):
+    ended_seq = life.end["source_seq"] if life.end["version_seq"] is None else life.end["version_seq"]
+    if (ended_seq, life.end["due_ms"]) != (life.scheduled_rows[-1]["seq"], life.scheduled_rows[-1]["due_ms"]):
         yield f"{life.key}: ended at another instant than its last"
     if delivered != int(life.is_released):
         yield f"{life.key}: delivered {delivered} times, and released: {life.is_released}"
@@ -134,42 +138,44 @@ def _of_life(life: Life, count: int, delivered: int) -> Iterator[str]:
 
 
 def _of_call(life: Life, call: Call) -> Iterator[str]:
-    said = f"{call.key} was told {call.verdict} ({call.seq}, {call.at_ms}, {call.due_ms})"
+    """Yield the disagreements of an answer with the log."""
+    answer = f"{call.key} was told {call.verdict} ({call.seq}, {call.at_ms}, {call.due_ms})"
     if call.verdict in CANCELLED:
         if life.is_released:
-            yield f"{said}, and was released"
+            yield f"{answer}, and was released"
         elif call.at_ms not in (None, life.end["store_ms"]) or call.seq not in (None, life.end["source_seq"]):
-            yield f"{said}, and was cancelled otherwise"
+            yield f"{answer}, and was cancelled otherwise"
     elif call.verdict == "released":
         if not life.is_released or call.at_ms not in (None, life.end["store_ms"]):
-            yield f"{said}, and was not released then"
+            yield f"{answer}, and was not released then"
     elif call.verdict == "rescheduled":
         moves = [(row["store_ms"], row["due_ms"]) for row in life.scheduled_rows[1:]]
         if call.seq != life.scheduled_rows[0]["seq"] or (call.at_ms, call.due_ms) not in moves:
-            yield f"{said}, and was not moved so"
+            yield f"{answer}, and was not moved so"
     else:
-        yield f"{said}, which is no answer to a message that was sent"
+        yield f"{answer}, which is no answer to a message that was sent"
 
 
 def _of_order(life: Life, calls: list[Call]) -> Iterator[str]:
-    done = Counter(call.verdict for call in calls)
-    if done["cancelled"] > 1:
+    """Yield the disagreements of all answers about a message with its moves and with the order of the log."""
+    verdicts = Counter(call.verdict for call in calls)
+    if verdicts["cancelled"] > 1:
         yield f"{life.key} was cancelled twice"
-    told = Counter((call.at_ms, call.due_ms) for call in calls if call.verdict == "rescheduled")
+    answered = Counter((call.at_ms, call.due_ms) for call in calls if call.verdict == "rescheduled")
     moves = Counter((row["store_ms"], row["due_ms"]) for row in life.scheduled_rows[1:])
-    if told != moves:
-        yield f"{life.key} was moved {dict(moves)}, and told so of {dict(told)}"
+    if answered != moves:
+        yield f"{life.key} was moved {dict(moves)}, and the answers say {dict(answered)}"
     # Of moves in the same millisecond to the same instant it is not known which call made which: the last one stands
-    # for a call that came before another, the first one for the other, so that none is blamed.
-    last = {(row["store_ms"], row["due_ms"]): row["seq"] for row in life.scheduled_rows[1:]}
-    first_of = {(row["store_ms"], row["due_ms"]): row["seq"] for row in reversed(life.scheduled_rows[1:])}
+    # for a call that came before another, the first one for the other, so that no call is a fault.
+    last_seqs = {(row["store_ms"], row["due_ms"]): row["seq"] for row in life.scheduled_rows[1:]}
+    first_seqs = {(row["store_ms"], row["due_ms"]): row["seq"] for row in reversed(life.scheduled_rows[1:])}
 
-    def row(call: Call, of: dict[tuple[Any, Any], int]) -> int:
-        """The row of the log by which it was decided; one that only looked has seen the last one, or is told of it."""
-        moved_by = of.get((call.at_ms, call.due_ms), 0)
+    def row(call: Call, seqs: dict[tuple[Any, Any], int]) -> int:
+        """Return the row of the log that decided a call. A call that only looked has seen the last row."""
+        moved_by = seqs.get((call.at_ms, call.due_ms), 0)
         return moved_by if call.verdict == "rescheduled" else int(life.end["seq"])
 
     for one, other in itertools.permutations(calls, 2):
-        first, then = row(one, first_of), row(other, last)
-        if one.ended < other.began and first > then:
+        first, second = row(one, first_seqs), row(other, last_seqs)
+        if one.ended < other.began and first > second:
             yield f"{life.key}: {other.verdict} came after {one.verdict}, and stands before it in the log"

@@ -1,7 +1,7 @@
 """Processes of pytest-xdist compile a share of the test files each, before each of them imports all.
 
 pytest rewrites the asserts of a test file and keeps the compiled module, as Python does. In a fresh clone nothing is
-kept yet, and all processes come to the same files at the same time: each spent ten seconds of CPU on all of them.
+kept yet, and all processes would compile the same files at the same time, each with ten seconds of CPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def compiled_file(path: Path) -> Path:
 
 
 def compile_files(paths: Iterable[Path], config: pytest.Config) -> None:
-    """Rewrite and compile the files of which nothing is kept; pytest itself looks whether that is up to date."""
+    """Rewrite and compile the files without a cached module. pytest itself checks whether a module is up to date."""
     for path in paths:
-        kept = compiled_file(path)
-        if not kept.exists() and rewrite.try_makedirs(kept.parent):
+        cached = compiled_file(path)
+        if not cached.exists() and rewrite.try_makedirs(cached.parent):
             stat, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, kept)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
 
 
 @pytest.hookimpl(tryfirst=True)

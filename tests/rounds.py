@@ -1,4 +1,4 @@
-"""How often a fault is repeated: some times by CI, and as often as docs/ and the bars say by `make siege`.
+"""The number of repetitions of a fault: some by CI, and as many as docs/ and the bars name by `make siege`.
 
 A test that takes minutes, and whose fault a shorter test of CI finds too, runs in a siege alone.
 """
@@ -15,5 +15,5 @@ only_in_a_siege = pytest.mark.skipif(not IS_SIEGE, reason="only in a siege")  # 
 
 
 def rounds(some: int, every: int) -> int:
-    """Return `some`, or `every` in a siege; a test that asks carries the marker `siege`."""
+    """Return `some`, or `every` in a siege. A test that calls this has the marker `siege`."""
     return every if IS_SIEGE else some

@@ -1,4 +1,4 @@
-"""Object stores for tests: one server a module, one proxy that makes faults and one place a test."""
+"""Object stores for tests: one server a module, one proxy that makes faults and one prefix of keys a test."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from timeball.table.object_store import ObjectStore
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    """Run an S3 server, and yield its endpoint."""
     with running_s3() as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
-    with faulty_store(server) as made:
-        name_endpoint(monkeypatch, made.endpoint)
-        yield made
+    """Run a proxy, at which this process finds S3."""
+    with faulty_store(server) as proxy:
+        name_endpoint(monkeypatch, proxy.endpoint)
+        yield proxy
 
 
 @pytest.fixture
 def store(proxy: FaultyStore) -> ObjectStore:
+    """Return a store below a prefix that no other test uses."""
     return ObjectStore(f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending/")

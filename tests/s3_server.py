@@ -1,4 +1,4 @@
-"""An S3 server that runs here, and a proxy before it that makes faults: what tests of object stores talk to.
+"""An S3 server on this machine, and a proxy before it that makes faults, for tests of object stores.
 
 The server is moto, in a process of its own. It listens on loopback alone.
 """
@@ -36,7 +36,7 @@ Fault = Literal["slow", "unavailable", "silent", "lost_answer", "stale_list", "u
 
 @contextmanager
 def running_s3() -> Iterator[str]:
-    """Run moto; yields the endpoint. TIMEBALL_TEST_S3 names another one, whose bucket is there and empty."""
+    """Run moto, and yield its endpoint. TIMEBALL_TEST_S3 names another one, whose bucket exists and is empty."""
     if other := os.environ.get("TIMEBALL_TEST_S3"):
         yield other
         return
@@ -44,15 +44,15 @@ def running_s3() -> Iterator[str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
         assert server.stderr is not None
         try:
-            found = None
-            while found is None and (line := server.stderr.readline()):
-                found = _ADDRESS.search(line)
-            assert found is not None, "moto ended before it listened"
-            # What it says of each request would fill the pipe.
+            address = None
+            while address is None and (line := server.stderr.readline()):
+                address = _ADDRESS.search(line)
+            assert address is not None, "moto ended before it listened"
+            # Its lines about requests would fill the pipe.
             drained = threading.Thread(target=server.stderr.read, daemon=True)
             drained.start()
-            make_bucket(f"http://127.0.0.1:{found[1]}")
-            yield f"http://127.0.0.1:{found[1]}"
+            make_bucket(f"http://127.0.0.1:{address[1]}")
+            yield f"http://127.0.0.1:{address[1]}"
         finally:
             server.terminate()
         drained.join(BOUND_S)
@@ -67,6 +67,7 @@ def name_endpoint(patch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 def make_bucket(endpoint: str) -> None:
+    """Make the bucket of the tests."""
     boto3.client(
         "s3",
         endpoint_url=endpoint,
@@ -90,19 +91,19 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client that has given up is no news
+        if not isinstance(sys.exception(), ConnectionError):  # clients that give up are expected
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class FaultyStore:
     """A proxy on loopback before an S3 server. A fault is made for requests of a method whose path has a part.
 
-    slow            the answer comes later
-    unavailable     503, the server never hears of it
-    silent          no answer while the client waits, and the server never hears of it
-    lost_answer     the server does it, and the connection ends before the answer
-    stale_list      a list lacks keys that are there
-    unconditional   a put goes on without its condition: no store should do this, and a test must notice
+    slow            the answer is late
+    unavailable     503, and the server does not get the request
+    silent          no answer while the client waits, and the server does not get the request
+    lost_answer     the server carries it out, and the connection ends before the answer
+    stale_list      a list lacks keys that exist
+    unconditional   a put loses its condition: no store should do this, and a test must notice
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -131,9 +132,11 @@ class FaultyStore:
 
     @property
     def endpoint(self) -> str:
+        """The address of the proxy."""
         return f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def close(self) -> None:
+        """End the proxy."""
         self.heal()
         self._http.shutdown()
         self._http.server_close()
@@ -142,7 +145,7 @@ class FaultyStore:
     def break_next(
         self, fault: Fault, method: str, part: str, *, times: int = 1, pause_s: float = 0.3
     ) -> _Rule:
-        """Make a fault for the next requests; of `stale_list`, `part` is what the hidden keys have in their names."""
+        """Make a fault for the next requests. For `stale_list`, the keys with `part` in their names are hidden."""
         rule = _Rule(fault, method, part, times, pause_s)
         with self._lock:
             self._rules.append(rule)
@@ -154,19 +157,19 @@ class FaultyStore:
             self.break_next(fault, method, "", times=1 << 30)
 
     def heal(self) -> None:
-        """Make no more faults; requests that hang lose their connections."""
+        """Make no more faults. Requests that hang lose their connections."""
         with self._lock:
             self._rules.clear()
             self._healed.set()
             self._healed = threading.Event()
 
     def _hang(self, client: socket.socket) -> None:
-        """Return when the client has gone, or the store is healed."""
+        """Return when the client has closed its connection, or the store is healed."""
         with self._lock:
             healed = self._healed
             self.hanging += 1
         try:
-            # A client that has sent all it has to say is readable again when it has gone.
+            # The connection of a client that has sent its whole request is readable again when it is closed.
             while not healed.is_set() and not select.select([client], [], [], 0.05)[0]:
                 pass
         finally:
@@ -174,6 +177,7 @@ class FaultyStore:
                 self.hanging -= 1
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer a request, with a fault if one is planned."""
         is_list = request.command == "GET" and "list-type=2" in request.path
         self.asked.append((request.command, request.path, request.headers.get("Range", "")))
         rule = self._rule(request.command, request.path, is_list)
@@ -189,22 +193,23 @@ class FaultyStore:
             return
         if rule is not None and rule.fault == "unconditional":
             del request.headers["If-None-Match"]
-        status, headers, found = self._forward(request, body)
+        status, headers, content = self._forward(request, body)
         if rule is not None and rule.fault == "lost_answer":
             request.close_connection = True
             return
         if rule is not None and rule.fault == "stale_list":
             hidden = rule.part.encode()
-            found = _CONTENTS.sub(lambda each: b"" if hidden in each[0] else each[0], found)
-        self._send(request, status, headers, found)
+            content = _CONTENTS.sub(lambda match: b"" if hidden in match[0] else match[0], content)
+        self._send(request, status, headers, content)
 
     def _rule(self, method: str, path: str, is_list: bool) -> _Rule | None:
+        """Return the fault for a request, and count it."""
         with self._lock:
             for rule in self._rules:
-                wanted = (
+                is_meant = (
                     is_list if rule.fault == "stale_list" else rule.method == method and rule.part in path
                 )
-                if wanted and rule.seen < rule.times:
+                if is_meant and rule.seen < rule.times:
                     rule.seen += 1
                     return rule
         return None
@@ -241,19 +246,21 @@ class FaultyStore:
 
 
 def _body_of(request: BaseHTTPRequestHandler) -> bytes:
+    """Read the body of a request, also a chunked one."""
     if "chunked" not in request.headers.get("Transfer-Encoding", ""):
         return request.rfile.read(int(request.headers.get("Content-Length") or 0))
     parts = []
     while size := int(request.rfile.readline().partition(b";")[0], 16):
         parts.append(request.rfile.read(size))
         request.rfile.readline()
-    while request.rfile.readline().strip():  # trailers, which nobody signs here
+    while request.rfile.readline().strip():  # trailers, which are not signed here
         pass
     return b"".join(parts)
 
 
 @contextmanager
 def faulty_store(endpoint: str) -> Iterator[FaultyStore]:
+    """Run a proxy before the server at an endpoint."""
     store = FaultyStore(endpoint)
     try:
         yield store

@@ -1,8 +1,8 @@
-"""How pytest-xdist hands out the tests: as with its `--dist loadgroup`, and in the same time for each test.
+"""The distribution of tests by pytest-xdist: as with its `--dist loadgroup`, and in constant time for each test.
 
-After each test xdist counts what is left of all tests that this process has had. With thousands of tests the process
-that hands them out spends ten seconds of CPU on this, and those that run them wait for it. Here a group that is done
-is not counted again.
+After each test xdist counts the remaining ones of all tests that this process has had. With thousands of tests the
+process that distributes them spends ten seconds of CPU on this, and those that run them wait for it. Here a group that
+is done is not counted again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Sharing(LoadGroupScheduling):
     """Groups stay in one process, all other tests go to the one that is free."""
 
     def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
-        """Note the end of a test, and hand out more."""
+        """Record the end of a test, and assign more."""
         name = self.registered_collections[node][item_index]
         group, groups = self._split_scope(name), self.assigned_work[node]
         groups[group][name] = True

@@ -33,10 +33,11 @@ def no_room() -> Iterator[None]:
 
 
 @contextmanager
-def _limited(which: int, soft: int) -> Iterator[None]:
-    before = resource.getrlimit(which)
-    resource.setrlimit(which, (soft, before[1]))
+def _limited(resource_type: int, soft: int) -> Iterator[None]:
+    """Lower the soft limit of a resource for the length of a block."""
+    before = resource.getrlimit(resource_type)
+    resource.setrlimit(resource_type, (soft, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(which, before)
+        resource.setrlimit(resource_type, before)

@@ -26,7 +26,7 @@ from tests.rounds import only_in_a_siege
 
 from timeball.cli.serve import runner
 
-# Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
+# Benchmarks that start Spark or wait for a schedule take longer than a fast test may.
 SLOW = {
     "soak",
     "remoting",
@@ -47,7 +47,8 @@ SLOW = {
     "schedules",
 }
 SPARK = {"compact", "pipeline", "up"}
-MINUTES = {*SPARK, "beside", "memory", "keys", "cluster", "add_replica"}  # how long they take: in a siege
+# Benchmarks of minutes run in a siege only.
+MINUTES = {*SPARK, "beside", "memory", "keys", "cluster", "add_replica"}
 INTEROP = {"kafka"}
 COMPARED = {"designs"}  # a table: tests/test_designs_run.py
 
@@ -215,6 +216,7 @@ WANTED = {
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the markers of a benchmark's test."""
     marks = [
         getattr(pytest.mark, mark)
         for mark, names in (("slow", SLOW), ("spark", SPARK), ("interop", INTEROP))
@@ -226,6 +228,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 def module(name: str) -> ModuleType:
+    """Import a benchmark."""
     return importlib.import_module(f"benchmarks.{name}")
 
 
@@ -240,7 +243,7 @@ def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
     report: Report = module(name).run(small=True)
     assert (report.name, report.small) == (name, True)
     values = {figure.name: figure.value for figure in report.figures}
-    assert [wanted for wanted in WANTED[name] if wanted not in values] == []
+    assert [figure for figure in WANTED[name] if figure not in values] == []
     faults = [
         fault for figure in report.figures for fault in faults_of(figure.name, figure.unit, figure.value)
     ]
@@ -254,21 +257,21 @@ def test_a_benchmark_runs_small_and_its_figures_can_be_true(name: str) -> None:
 
 
 def faults_of(name: str, unit: str, value: float) -> list[str]:
-    """Values that cannot be true of a run without a fault."""
-    found = []
+    """Describe a value that cannot be true of a run without a fault."""
+    faults = []
     if not math.isfinite(value):
-        found.append(f"{name} is {value}")
-    # A toy's load can be released whole in the millisecond it is due: that one duration may be zero.
-    least = 0.0 if "last release" in name else math.ulp(0.0)
-    if unit in ("msg/s", "rows/s", "us/msg", "us/message", "s", "MiB", "B/B") and value < least:
-        found.append(f"{name} is {value}")
+        faults.append(f"{name} is {value}")
+    # A small load can be released in the millisecond in which it is due, so this duration may be zero.
+    value_min = 0.0 if "last release" in name else math.ulp(0.0)
+    if unit in ("msg/s", "rows/s", "us/msg", "us/message", "s", "MiB", "B/B") and value < value_min:
+        faults.append(f"{name} is {value}")
     if re.search(r"early|missing", name) and value != 0:
-        found.append(f"{name} is {value}")
-    return found
+        faults.append(f"{name} is {value}")
+    return faults
 
 
 def test_a_faulty_figure_is_noticed() -> None:
-    """The negative control of the check above."""
+    """The control of the check above."""
     assert faults_of("early", "messages", 1)
     assert faults_of("spread: missing or doubled", "messages", 2)
     assert faults_of("rate", "msg/s", 0)
@@ -293,15 +296,15 @@ def test_a_process_is_known_by_its_command_and_its_parents() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_says_what_it_does_not_measure(name: str) -> None:
-    """In its docstring, for whoever reads the figures, and on the screen beside them."""
-    said = module(name).__doc__ or ""
-    assert "Not measured: " in said
+def test_a_benchmark_states_its_limits(name: str) -> None:
+    """It is in its docstring, and on the screen beside the figures."""
+    docstring = module(name).__doc__ or ""
+    assert "Not measured: " in docstring
     assert callable(module(name).run)
 
 
-def test_a_ratio_says_how_many_times_better_than_the_bar() -> None:
-    """1 and above holds it, whichever side is the better one."""
+def test_a_ratio_states_how_many_times_better_than_the_bar_a_figure_is() -> None:
+    """A bar is held from 1 on, whichever direction is better."""
     report = Report("x", small=False)
     report.add("rate", 300, "msg/s", bar=200)
     report.add("lateness", 40, "ms", bar=20, better="lower")
@@ -312,60 +315,62 @@ def test_a_ratio_says_how_many_times_better_than_the_bar() -> None:
     assert "MISSED, 0.50 times" in lateness
     assert early.endswith("holds")
     assert lost.endswith("MISSED")
-    assert [f["ratio"] for f in report.as_dict()["figures"]] == [1.5, 0.5, None, 0.0]  # type: ignore[attr-defined]
+    assert [figure["ratio"] for figure in report.as_dict()["figures"]] == [1.5, 0.5, None, 0.0]  # type: ignore[attr-defined]
 
 
-def test_the_command_lists_and_runs_them() -> None:
-    """One JSON document a benchmark, with what it leaves out."""
-    listed = run_here("bench", "--list", "--json")
-    assert [json.loads(line)["name"] for line in listed.stdout.splitlines()] == NAMES
-    ended = run_here("bench", "append", "--size", "small", "--json")
-    assert ended.returncode == 0, ended.stderr
-    document = json.loads(ended.stdout)
+def test_the_command_lists_and_runs_benchmarks() -> None:
+    """Each benchmark is one JSON document, with its limits."""
+    listing = run_here("bench", "--list", "--json")
+    assert [json.loads(line)["name"] for line in listing.stdout.splitlines()] == NAMES
+    result = run_here("bench", "append", "--size", "small", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     assert document["benchmark"] == "append" and document["small"] is True
     assert "the network (loopback)" in document["not_measured"]
 
 
 @pytest.mark.slow
-def test_the_screen_shows_what_is_not_measured() -> None:
-    """Below the figures."""
-    ended = timeball("bench", "append", "--size", "small")
-    assert ended.returncode == 0, ended.stderr
-    assert "not measured: the network (loopback)" in ended.stdout
+def test_the_screen_shows_the_limits_of_a_benchmark() -> None:
+    """It is below the figures."""
+    result = timeball("bench", "append", "--size", "small")
+    assert result.returncode == 0, result.stderr
+    assert "not measured: the network (loopback)" in result.stdout
 
 
 def test_a_profiled_row_is_divided_into_stages() -> None:
-    """Their sum is the row's cost."""
+    """The sum of the stages is the cost of the row."""
     row = "1,000 rows, 8 in flight"
-    ended = run_here("bench", "append", "--size", "small", "--json", "--profile", row)
-    assert ended.returncode == 0, ended.stderr
-    document = json.loads(ended.stdout)
-    cost = next(f["value"] for f in document["figures"] if f["name"] == f"{row}: server CPU")
+    result = run_here("bench", "append", "--size", "small", "--json", "--profile", row)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    cost = next(figure["value"] for figure in document["figures"] if figure["name"] == f"{row}: server CPU")
     assert math.isclose(sum(document["stages"][row].values()), cost)
 
 
-def test_a_tick_is_put_down_to_the_packages_innermost_function_below_the_event_loop() -> None:
+def test_a_tick_counts_for_the_package_s_innermost_function_below_the_event_loop() -> None:
     frames: dict[str, object] = {"stage": lambda: stage_of(sys._getframe())}
     for name, file in (("handler", PACKAGE + "edge.py"), ("elsewhere", "/elsewhere.py")):
-        exec(compile(f"def {name}(called): return called()", file, "exec"), frames)
+        exec(compile(f"def {name}(call): return call()", file, "exec"), frames)
     stage, handler, elsewhere = (frames[name] for name in ("stage", "handler", "elsewhere"))
     assert handler(partial(elsewhere, stage)) == "edge.py handler"  # type: ignore[operator]
 
-    async def in_loop(called: Callable[[], str]) -> str:
-        return called()
+    async def in_loop(call: Callable[[], str]) -> str:
+        return call()
 
-    def run(called: Callable[[], str]) -> str:
+    def run(call: Callable[[], str]) -> str:
         with runner() as running:
-            return running.run(in_loop(called))
+            return running.run(in_loop(call))
 
-    # What is outside of the loop is not asked: the command that runs it is of the package, too.
+    # Functions outside of the loop do not count: the command that runs the loop is of the package, too.
     assert handler(partial(run, stage)) == OUTSIDE  # type: ignore[operator]
     assert handler(partial(run, partial(handler, stage))) == "edge.py handler"  # type: ignore[operator]
 
 
 def test_a_row_that_is_not_there_is_refused_by_name() -> None:
-    ended = run_here("bench", "append", "--size", "small", "--json", "--profile", "2 rows")
-    assert ended.returncode == 2 and "no row is named '2 rows': there are 1 row, 1 in flight," in ended.stderr
+    result = run_here("bench", "append", "--size", "small", "--json", "--profile", "2 rows")
+    assert (
+        result.returncode == 2 and "no row is named '2 rows': there are 1 row, 1 in flight," in result.stderr
+    )
 
 
 def test_the_screen_shows_the_large_stages_and_the_sum_of_the_others() -> None:

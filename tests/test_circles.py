@@ -17,15 +17,15 @@ Graph = Mapping[str, set[str]]
 
 def module_files(src: Path) -> dict[str, Path]:
     """Return each module's file by its dotted name; a package is its `__init__.py`."""
-    found = {}
+    files = {}
     for path in src.rglob("*.py"):
         parts = path.relative_to(src).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 def imported(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the module and the name of every import in a source text, wherever in the text it stands."""
+    """Yield the module and the name of every import in a source text, at any place in the text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -46,27 +46,29 @@ def import_graph(sources: Mapping[str, str]) -> Graph:
 
 def reachable(graph: Graph, start: str) -> set[str]:
     """Return all that `start` imports, directly or through others."""
-    found: set[str] = set()
+    modules: set[str] = set()
     stack = [start]
     while stack:
-        new = graph[stack.pop()] - found
-        found |= new
+        new = graph[stack.pop()] - modules
+        modules |= new
         stack += new
-    return found
+    return modules
 
 
 def circles(graph: Graph) -> list[list[str]]:
     """Return the strongly connected components of more than one module."""
     reach = {module: reachable(graph, module) for module in graph}
-    found = {tuple(sorted(m for m in reach[start] if start in reach[m])) for start in graph}
-    return [list(circle) for circle in sorted(found) if len(circle) > 1]
+    components = {
+        tuple(sorted(module for module in reach[start] if start in reach[module])) for start in graph
+    }
+    return [list(circle) for circle in sorted(components) if len(circle) > 1]
 
 
-def test_no_circle_of_files() -> None:
+def test_no_module_imports_itself_through_others() -> None:
     graph = import_graph({name: path.read_text("utf-8") for name, path in module_files(SRC).items()})
     assert len(graph) > 200 and sum(map(len, graph.values())) > 1_000, "the graph is not that of the package"
-    found = circles(graph)
-    assert not found, "modules that import each other:\n" + "\n".join(" ".join(circle) for circle in found)
+    cycles = circles(graph)
+    assert not cycles, "modules that import each other:\n" + "\n".join(" ".join(circle) for circle in cycles)
 
 
 # ---- controls ---------------------------------------------------------------------------------------------
@@ -87,5 +89,5 @@ def test_a_circle_is_noticed() -> None:
     by_checking = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import x"
     in_a_function = "def late():\n    from p import b"
     for back in (by_checking, in_a_function, "import p.a", "class A:\n    import p.b as b"):
-        (found,) = circles(import_graph(STRAIGHT | {"p.c": back}))
-        assert "p.c" in found, back
+        (circle,) = circles(import_graph(STRAIGHT | {"p.c": back}))
+        assert "p.c" in circle, back

@@ -21,12 +21,12 @@ from tests.test_curl_walk import pattern
 pytestmark = pytest.mark.xdist_group("etcd")
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-STAYS = ("etcd ", "timeball serve ")  # in the foreground
+STAYS = ("etcd ", "timeball serve ")  # they run in the foreground
 
 
 @dataclass
 class Machine:
-    """A folder, an address, and what was exported there."""
+    """A folder, an address, and the variables that were exported there."""
 
     name: str
     folder: Path
@@ -35,16 +35,16 @@ class Machine:
 
     def run(self, commands: str) -> str:
         """Run commands to their end and return what they print."""
-        ran = subprocess.run(
+        result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", self.exported + commands], cwd=self.folder, env=environment(),
             capture_output=True, text=True, timeout=BOUND_S, check=False,
         )  # fmt: skip
-        assert ran.returncode == 0, f"{commands}{ran.stdout}{ran.stderr}"
+        assert result.returncode == 0, f"{commands}{result.stdout}{result.stderr}"
         self.exported += "".join(line + "\n" for line in commands.splitlines() if line.startswith("export "))
-        return ran.stdout
+        return result.stdout
 
     def start(self, command: str) -> None:
-        """Start a command that stays."""
+        """Start a command that runs until the end of the test."""
         words = ["bash", "-euc", f"{self.exported}exec {command}"]
         with (self.folder / f"{command.split()[0]}.log").open("wb") as log:
             process = subprocess.Popen(words, cwd=self.folder, env=environment(), stdout=log, stderr=log)
@@ -52,54 +52,56 @@ class Machine:
 
 
 def environment() -> dict[str, str]:
-    """Return an environment in which `timeball` is this one."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
+    """Return an environment in which `timeball` is that of this tree."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
     # The page shows the first epoch. A machine too busy to renew a lease of a second has others by then.
     lease = {"TIMEBALL_LEASE_TTL_MS": "10s"}
-    return {**kept, **lease, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return {**variables, **lease, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 @contextmanager
 def three_machines(folder: Path) -> Iterator[list[Machine]]:
-    found = [Machine(name, folder / name) for name in "abc"]
-    for machine in found:
+    """Make three machines, and end their processes at the end."""
+    machines = [Machine(name, folder / name) for name in "abc"]
+    for machine in machines:
         machine.folder.mkdir()
     try:
-        yield found
+        yield machines
     finally:
-        for machine in found:
+        for machine in machines:
             for process in machine.running:
                 process.kill()
                 process.wait()
 
 
 def blocks(heading: str) -> list[tuple[str, str]]:
+    """Return the kind and the text of each block of a section."""
     return BLOCK.findall(section(page("docs/cluster.md"), heading))
 
 
-def here(text: str) -> str:
+def with_addresses_here(text: str) -> str:
     """Return commands with addresses of this machine, which no other test uses."""
     return text.replace("10.0.0.", f"127.{100 + os.getpid() % 100}.7.")
 
 
-def test_the_walk_can_be_gone(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_print_its_answers(tmp_path: Path) -> None:
     need_etcd()
     with three_machines(tmp_path) as machines:
         for kind, text in blocks("On each machine"):
             assert kind == "bash"
             for number, machine in enumerate(machines, 1):
-                own = here(
+                own = with_addresses_here(
                     text.replace("NODE=a ADDRESS=10.0.0.1", f"NODE={machine.name} ADDRESS=10.0.0.{number}")
                 )
                 machine.start(own) if text.startswith(STAYS) else machine.run(own)
         steps = blocks("On one of them")
         assert [kind for kind, _ in steps] == ["bash", "text"] * 4
         for (_, commands), (_, shown) in zip(steps[::2], steps[1::2], strict=True):
-            follow(machines[0], here(commands), shown)
+            follow(machines[0], with_addresses_here(commands), shown)
 
 
 def follow(machine: Machine, commands: str, shown: str) -> None:
-    """Run commands; a look at the cluster is repeated until it shows what it should, as a person would."""
+    """Run commands. A look at the cluster is repeated until it shows the expected state, as by a person."""
     until_s = time.monotonic() + BOUND_S
     while True:
         try:

@@ -12,9 +12,9 @@ from tests.controls import CONTROLS, WRONG
 
 ROOT = Path(__file__).parent.parent
 NAMED = re.compile(r"_(is|are|be)_(noticed|caught)$|_would_notice_|_(sees|notices)_")
-SAID = re.compile(r'(#|""").*\bcontrols?\b', re.IGNORECASE)
+MENTIONED = re.compile(r'(#|""").*\bcontrols?\b', re.IGNORECASE)
 
-# Tests that are named like controls, and why they are none.
+# Tests that are named like controls, and the reason why they are none.
 NO_CONTROLS = {
     "tests/io/test_security.py::test_status_counts_refused_requests": "a feature of the broker",
     "tests/spark/source/test_log_reader.py::test_a_query_sees_every_row_once_over_a_restart": "a stream",
@@ -23,11 +23,12 @@ NO_CONTROLS = {
 
 
 def looks_like_a_control(name: str, text: str) -> bool:
-    return bool(NAMED.search(name) or SAID.search(text))
+    """Check whether a test's name or text is that of a control."""
+    return bool(NAMED.search(name) or MENTIONED.search(text))
 
 
 def functions() -> Iterator[tuple[str, str, str]]:
-    """Return each test function: pytest's id, its name, its text."""
+    """Yield the id of pytest, the name and the text of each test function."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         page = path.read_text("utf-8")
         lines = page.splitlines()
@@ -39,8 +40,8 @@ def functions() -> Iterator[tuple[str, str, str]]:
 
 def test_the_list_names_the_controls_of_the_code() -> None:
     tests = {test: looks_like_a_control(name, text) for test, name, text in functions()}
-    assert not CONTROLS - tests.keys(), f"listed, but not there: {sorted(CONTROLS - tests.keys())}"
-    controls = {test for test, does in tests.items() if does and test not in NO_CONTROLS}
+    assert not CONTROLS - tests.keys(), f"listed, but missing: {sorted(CONTROLS - tests.keys())}"
+    controls = {test for test, is_control in tests.items() if is_control and test not in NO_CONTROLS}
     missing = sorted(test.removeprefix("tests/") for test in controls - CONTROLS)
     assert not missing, f"a line each in tests/CONTROLS.md: {missing}"
 
@@ -48,21 +49,21 @@ def test_the_list_names_the_controls_of_the_code() -> None:
 def wrong_parts() -> set[str]:
     """Return the classes of schedule/wrong.py (their own parts have no docstring), and those that others list."""
     page = ast.parse((ROOT / "tests/schedule/wrong.py").read_text("utf-8"))
-    found = {node.name for node in page.body if isinstance(node, ast.ClassDef) and ast.get_docstring(node)}
+    classes = {node.name for node in page.body if isinstance(node, ast.ClassDef) and ast.get_docstring(node)}
     for path in (ROOT / "tests/schedule").rglob("test_*.py"):
         for listed in re.findall(
             r'(?:^WRONG = |"wrong", )\[([\w\s,]+)\]', path.read_text("utf-8"), re.MULTILINE
         ):
-            found |= set(re.findall(r"\w+", listed))
-    return found
+            classes |= set(re.findall(r"\w+", listed))
+    return classes
 
 
-def test_the_list_names_what_is_wrong_on_purpose() -> None:
+def test_the_list_names_all_classes_that_are_wrong_on_purpose() -> None:
     assert wrong_parts() == WRONG
 
 
 def test_marked_tests_are_the_listed_controls(request: pytest.FixtureRequest) -> None:
-    # xdist has put the group of a test behind an @.
+    # xdist has added the group of a test, after an @.
     assert all(
         (item.get_closest_marker("control") is not None) == (re.split(r"[\[@]", item.nodeid)[0] in CONTROLS)
         for item in request.session.items

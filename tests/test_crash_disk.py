@@ -1,4 +1,4 @@
-"""The crash model forgets what it may and keeps what it must, or every test built on it proves nothing."""
+"""The crash model loses all data that a disk may lose, and keeps all that it must, or tests with it prove nothing."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_unsynced_blocks_are_old_or_new_one_by_one() -> None:
     file.write_at(0, b"n" * 512 * 8)
     assert files.crash(survival="nothing").content("a") == b"o" * 512 * 8
     assert files.crash(survival="everything").content("a") == b"n" * 512 * 8
-    seen = images(files, "a")
+    states = images(files, "a")
     patterns = set()
-    for image in seen:
+    for image in states:
         assert image is not None
-        blocks = [image[at : at + 512] for at in range(0, len(image), 512)]
+        blocks = [image[begin : begin + 512] for begin in range(0, len(image), 512)]
         assert set(blocks) <= {b"o" * 512, b"n" * 512}
         patterns.add("".join(chr(block[0]) for block in blocks))
     assert {"o" * 8, "n" * 8} < patterns
-    assert any("on" in p for p in patterns) and any("no" in p for p in patterns)
+    assert any("on" in pattern for pattern in patterns) and any("no" in pattern for pattern in patterns)
 
 
 def test_a_new_size_may_survive_without_its_content() -> None:
@@ -50,7 +50,7 @@ def test_a_new_size_may_survive_without_its_content() -> None:
     assert {b"x", b"x" + bytes(2000), b"x" + b"y" * 2000} <= images(files, "a")
 
 
-def test_bytes_beyond_the_surviving_size_are_gone_for_good() -> None:
+def test_bytes_beyond_the_surviving_size_do_not_come_back() -> None:
     files = CrashFiles()
     file = synced_file(files, "a", b"x")
     file.write_at(1, b"y" * 2000)
@@ -61,7 +61,7 @@ def test_bytes_beyond_the_surviving_size_are_gone_for_good() -> None:
         assert after.content("a")[size:] == bytes(3000 - size)
 
 
-def test_a_truncation_nobody_synced_may_be_undone() -> None:
+def test_an_unsynced_truncation_may_be_undone() -> None:
     files = CrashFiles()
     synced_file(files, "a", b"x" * 2000)
     files.create("a")
@@ -88,7 +88,8 @@ def test_stores_through_a_mapping_are_in_flight_until_synced() -> None:
 def test_the_same_seed_gives_the_same_image() -> None:
     files = CrashFiles()
     synced_file(files, "a", bytes(100_000)).write_at(0, b"n" * 100_000)
-    assert [files.crash(s).content("a") for s in range(9)] == [files.crash(s).content("a") for s in range(9)]
+    first, second = ([files.crash(seed).content("a") for seed in range(9)] for _ in range(2))
+    assert first == second
 
 
 def test_an_image_is_a_disk_of_its_own() -> None:
@@ -125,8 +126,8 @@ def test_names_are_lost_independently_but_one_name_keeps_its_order() -> None:
     files = CrashFiles()
     files.create("a")
     files.create("b")
-    seen = {tuple(files.crash(seed).list_dir(".")) for seed in SEEDS}
-    assert seen == {(), ("a",), ("b",), ("a", "b")}
+    listings = {tuple(files.crash(seed).list_dir(".")) for seed in SEEDS}
+    assert listings == {(), ("a",), ("b",), ("a", "b")}
     files = CrashFiles()
     files.create("a")
     files.remove("a")
@@ -138,11 +139,17 @@ def test_an_operation_is_not_kept_when_an_earlier_one_on_its_name_is_lost() -> N
     files = CrashFiles(forget_sync_dir=True)
     files.replace("s", b"1")
     files.replace("s", b"2")
-    seen = set()
+    contents = set()
     for seed in SEEDS:
         after = files.crash(seed)
-        seen.add(tuple((name, after.content(name)) for name in after.list_dir(".")))
-    assert seen == {(), (("s.new", b"1"),), (("s", b"1"),), (("s", b"1"), ("s.new", b"2")), (("s", b"2"),)}
+        contents.add(tuple((name, after.content(name)) for name in after.list_dir(".")))
+    assert contents == {
+        (),
+        (("s.new", b"1"),),
+        (("s", b"1"),),
+        (("s", b"1"), ("s.new", b"2")),
+        (("s", b"2"),),
+    }
 
 
 def test_replace_is_atomic_at_each_of_its_five_cut_points() -> None:
@@ -154,9 +161,9 @@ def test_replace_is_atomic_at_each_of_its_five_cut_points() -> None:
         with pytest.raises(PowerCut, match="power cut at call"):
             files.replace("state", b"new")
         kinds.append(files.trace[-1][0])
-        seen = images(files, "state")
-        assert seen <= {b"old", b"new"} and b"old" in seen
-        assert (b"new" in seen) == (cut >= 4), f"cut at {files.trace[-1]}"
+        states = images(files, "state")
+        assert states <= {b"old", b"new"} and b"old" in states
+        assert (b"new" in states) == (cut >= 4), f"cut at {files.trace[-1]}"
     assert kinds == ["create", "write_at", "sync", "rename", "sync_dir"]
 
 
@@ -171,12 +178,12 @@ def test_made_folders_are_durable_and_a_cut_on_the_way_may_lose_them() -> None:
     files.make_dir("x/y")
     assert files.crash(survival="nothing").exists("x/y")
     assert [call for call, _ in files.trace] == ["mkdir", "sync_dir", "mkdir", "sync_dir"]
-    for cut, left in ((1, {()}), (2, {()}), (3, {("x",)}), (4, {("x",)})):
+    for cut, listings in ((1, {()}), (2, {()}), (3, {("x",)}), (4, {("x",)})):
         files = CrashFiles(crash_at=cut)
         with pytest.raises(PowerCut):
             files.make_dir("x/y")
         after = files.crash(survival="nothing")
-        assert {tuple(after.list_dir("."))} == left and not after.exists("x/y")
+        assert {tuple(after.list_dir("."))} == listings and not after.exists("x/y")
 
 
 def test_a_lost_folder_takes_its_files_along() -> None:

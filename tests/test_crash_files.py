@@ -1,4 +1,4 @@
-"""Cuts, faults and threads of the crash model, and properties over any sequence of calls."""
+"""Cuts, faults and threads of the crash model, and its properties for any sequence of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from timeball.io.files import File, Files
 from timeball.model.errors import DiskFailed, OverLimit
 
 
-def test_it_is_a_files() -> None:
+def test_crash_files_implement_the_interface() -> None:
     files: Files = CrashFiles()
     file: File = files.create("a")
     file.close()
@@ -28,6 +28,7 @@ def test_it_is_a_files() -> None:
 
 
 def scenario(files: CrashFiles) -> None:
+    """Use every call that changes something."""
     files.make_dir("log")
     file = files.create("log/0")
     file.allocate(4096)
@@ -79,7 +80,7 @@ def test_a_cut_at_a_sync_comes_before_its_effect_and_at_a_write_after_it() -> No
     assert images(files, "a") == {b"old", b"new"}
 
 
-def test_a_fault_once_and_for_ever() -> None:
+def test_a_fault_occurs_once_or_until_it_is_healed() -> None:
     files = CrashFiles()
     file = files.create("a")
     files.fail_at(2, DiskFailed("injected"))
@@ -119,7 +120,7 @@ def test_a_full_disk_stops_only_what_takes_space() -> None:
     files.remove("a")
 
 
-def test_a_failed_sync_cannot_be_made_good_by_a_second_one() -> None:
+def test_a_second_sync_does_not_repair_a_failed_one() -> None:
     files = CrashFiles()
     file = synced_file(files, "a", b"old")
     file.write_at(0, b"new")
@@ -132,7 +133,7 @@ def test_a_failed_sync_cannot_be_made_good_by_a_second_one() -> None:
     assert files.crash(survival="nothing").content("a") == b"old"
 
 
-def test_threads_share_it() -> None:
+def test_several_threads_may_use_it() -> None:
     files = CrashFiles()
     file = files.create("a")
     file.allocate(80_000)
@@ -140,18 +141,18 @@ def test_threads_share_it() -> None:
 
     def run(work: Callable[[int], object]) -> None:
         try:
-            for i in range(2000):
-                work(i)
+            for number in range(2000):
+                work(number)
             ends.append(None)
         except PowerCut as cut:
             ends.append(cut)
 
     files.crash_at = files.calls + 3000
     works: list[Callable[[int], object]] = [
-        lambda i: file.write_at(i * 20, b"%020d" % i),
-        lambda i: file.sync(),
-        lambda i: files.map_readonly("a"),
-        lambda i: files.crash(i) if i % 100 == 0 else files.exists("a"),
+        lambda number: file.write_at(number * 20, b"%020d" % number),
+        lambda number: file.sync(),
+        lambda number: files.map_readonly("a"),
+        lambda number: files.crash(number) if number % 100 == 0 else files.exists("a"),
     ]
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     for thread in threads:
@@ -186,13 +187,13 @@ def test_each_block_of_an_image_is_the_synced_or_the_current_one(
     image = files.crash(seed).content("a")
     assert len(durable) <= len(image) <= len(current)
     padded = durable + bytes(len(current) - len(durable))
-    for at in range(0, len(image), 512):
-        end = min(at + 512, len(image))
-        assert image[at:end] in (padded[at:end], current[at:end])
+    for begin in range(0, len(image), 512):
+        end = min(begin + 512, len(image))
+        assert image[begin:end] in (padded[begin:end], current[begin:end])
 
 
 class Disk(RuleBasedStateMachine):
-    """Any calls, with cuts in between: against a plain model of what must and what may be there."""
+    """Any calls, with cuts in between, compared with a plain model of the current and the durable content."""
 
     names = st.sampled_from(["a", "b", "d/c"])
 
@@ -202,6 +203,10 @@ class Disk(RuleBasedStateMachine):
         self.files.make_dir("d")
         self.now: dict[str, bytes] = {}
         self.synced: dict[str, bytes] = {}  # content synced, name synced, untouched since: must survive
+
+    def content(self) -> dict[str, bytes]:
+        """Read all files."""
+        return {name: self.files.content(name) for name in ("a", "b", "d/c") if self.files.exists(name)}
 
     @rule(name=names, data=st.binary(max_size=1500))
     def replace(self, name: str, data: bytes) -> None:
@@ -256,14 +261,14 @@ class Disk(RuleBasedStateMachine):
         before, self.files = self.files, self.files.crash(seed, survival)
         for name, data in self.synced.items():
             assert self.files.content(name) == data, (name, before.trace)
-        found = {n: self.files.content(n) for n in ("a", "b", "d/c") if self.files.exists(n)}
+        kept = self.content()
         if survival == "everything":
-            assert found == self.now
-        self.now, self.synced = found, dict(found)
+            assert kept == self.now
+        self.now, self.synced = kept, dict(kept)
 
     @invariant()
     def programs_see_what_they_wrote(self) -> None:
-        assert {n: self.files.content(n) for n in ("a", "b", "d/c") if self.files.exists(n)} == self.now
+        assert self.content() == self.now
 
 
 TestDisk = Disk.TestCase
@@ -275,7 +280,7 @@ TestDisk.settings = settings(max_examples=100, stateful_step_count=30, deadline=
 def test_an_honest_log_keeps_its_acknowledged_records_and_one_without_syncs_does_not(
     records: list[bytes], data: st.DataObject
 ) -> None:
-    """The loop that all crash tests use, with its negative control, in small."""
+    """The loop of all crash tests on a small scale, with its negative control."""
 
     def append_all(files: CrashFiles, acked: list[bytes]) -> None:
         file = files.create("log")
@@ -302,10 +307,11 @@ def test_an_honest_log_keeps_its_acknowledged_records_and_one_without_syncs_does
     assert control.crash(survival="nothing").content("log") == b""
 
 
-def test_an_image_costs_what_is_dirty_not_what_is_there() -> None:
-    """A ratio, not a time: 64 MiB allocated and synced must cost about what 1 MiB does."""
+def test_the_cost_of_an_image_depends_on_the_dirty_bytes_only() -> None:
+    """A ratio, not a time: 64 MiB that are allocated and synced cost about as much as 1 MiB."""
 
     def cost(size: int) -> float:
+        """Return the shortest time of an image with one dirty page."""
         files = CrashFiles()
         file = files.create("a")
         file.allocate(size)

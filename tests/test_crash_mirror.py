@@ -1,4 +1,4 @@
-"""A library works in a real folder of the crash model, and its writes are as mortal as ours."""
+"""A library works in a real folder of the crash model, which may lose its writes like those of Timeball."""
 
 from __future__ import annotations
 
@@ -96,12 +96,13 @@ def test_the_external_folder_follows_every_change() -> None:
     assert files.content("t/sub/m")[:2] == b"hi"
 
 
-def test_a_delta_table_lives_there_and_a_lost_commit_leaves_the_version_before() -> None:
+def test_a_lost_commit_of_a_delta_table_leaves_the_version_before() -> None:
     files = CrashFiles()
     files.make_dir("pending")
     path = files.external("pending")
 
     def sync_tree(folder: str) -> None:
+        """Sync all files and folders below a folder."""
         for name in files.list_dir(folder):
             inner = f"{folder}/{name}"
             sync_tree(inner) if files.list_dir(inner) else files.sync_file(inner)
@@ -116,9 +117,9 @@ def test_a_delta_table_lives_there_and_a_lost_commit_leaves_the_version_before()
     versions = set()
     for survival in ("nothing", "everything"):
         after = files.crash(survival=survival)
-        left = DeltaTable(after.external("pending"))
-        versions.add(left.version())
-        assert left.to_pyarrow_table().num_rows == left.version() + 1
+        survivor = DeltaTable(after.external("pending"))
+        versions.add(survivor.version())
+        assert survivor.to_pyarrow_table().num_rows == survivor.version() + 1
     assert versions == {0, 1}
     sync_tree("pending")
     for seed in range(5):

@@ -37,6 +37,7 @@ SERVED = [
 
 
 def named(name: str) -> Design:
+    """Return the design with this name."""
     return next(design for design in DESIGNS if design.name == name)
 
 
@@ -45,18 +46,20 @@ def named(name: str) -> Design:
 @pytest.mark.siege
 @pytest.mark.parametrize("name", NAMES[: rounds(1, len(NAMES))])
 def test_a_design_does_the_work_and_every_scheduled_message_is_accounted_for(name: str) -> None:
-    """Released once, none early, none missing: over all pieces of work, a kill -9 among them."""
+    """Each is released once and none early, in all pieces of work, also after a kill -9."""
     comparison = designs.run(small=True, designs=[named(name)])
     (report,) = comparison.columns
     values = {figure.name: figure.value for figure in report.figures}
-    assert [wanted for wanted in SERVED if wanted not in values] == []
+    assert [figure for figure in SERVED if figure not in values] == []
     assert (values["missing or doubled"], values["early"]) == (0, 0)
     assert values["kept once"] > 10_000
-    assert [f for one in report.figures for f in faults_of(one.name, one.unit, one.value)] == []
+    assert [
+        fault for figure in report.figures for fault in faults_of(figure.name, figure.unit, figure.value)
+    ] == []
     assert ("to the table: server CPU" in values) == (name == "hour_log")
-    for begun in ("second's begin", "last instant"):
-        at_once = f"burst: all on disk, from the {begun}"
-        assert (at_once in values) == (name != "delay_levels"), "levels have no such second"
+    for start in ("second's begin", "last instant"):
+        at_once = f"burst: all on disk, from the {start}"
+        assert (at_once in values) == (name != "delay_levels"), "delay levels have no such second"
     shown = "\n".join(comparison.lines())
     assert name in shown and "the figures mean nothing" in shown
 
@@ -65,6 +68,7 @@ def test_a_design_does_the_work_and_every_scheduled_message_is_accounted_for(nam
 
 
 def lived(name: str, delay: str, folder: Path, rows: int = 1_000) -> Life | None:
+    """Run the life of a design, and check its ledger. Returns None if no level has this delay."""
     life = live(named(name), DELAYS_MS[delay], rows, folder / "data", small=True)
     if life is not None:
         tally = Tally()
@@ -77,7 +81,7 @@ def lived(name: str, delay: str, folder: Path, rows: int = 1_000) -> Life | None
 def test_a_life_of_ten_seconds_writes_each_scheduled_message_and_its_release(
     name: str, tmp_path: Path
 ) -> None:
-    """Twice the body at least, with what a row holds besides; the pages written contain the log."""
+    """Twice the body at least, with the other columns of a row. The written pages contain the log."""
     life = lived(name, "10 s", tmp_path)
     assert life is not None
     assert 2 < life.logged < 10
@@ -89,7 +93,7 @@ def test_a_life_of_ten_seconds_writes_each_scheduled_message_and_its_release(
     [("hour_log", 0, 0), ("timer_wheel 1 s", 0, 1), ("level_cascade", 3, 12)],
 )
 def test_three_days_of_waiting_follow_the_design(name: str, least: int, most: int, tmp_path: Path) -> None:
-    """`hour_log` moves it to the table and not in the log; the ring reaches about so far; a cascade hops."""
+    """`hour_log` moves messages to the table and not in the log. The ring reaches about three days. A cascade hops."""
     life = lived(name, "3 d", tmp_path)
     assert life is not None
     assert least <= life.ledger.moved_rows / life.rows <= most
@@ -97,7 +101,7 @@ def test_three_days_of_waiting_follow_the_design(name: str, least: int, most: in
 
 
 def test_no_level_waits_three_days(tmp_path: Path) -> None:
-    """What cannot be expressed is left out, not approximated."""
+    """A delay that no level has is left out, not approximated."""
     assert lived("delay_levels", "3 d", tmp_path) is None
     assert (level_of(10_000), level_of(HOUR_MS), level_of(11_000)) == (3, 17, None)
 
@@ -106,20 +110,21 @@ def test_no_level_waits_three_days(tmp_path: Path) -> None:
 
 
 def ledger(released: list[tuple[int, int, int]]) -> Ledger:
-    """Scheduled messages 1, 2 and 3 due at 10, 20 and 30; releases are (scheduled message, its instant, stamp)."""
+    """Return a ledger of messages 1, 2 and 3 due at 10, 20 and 30. A release: (message, due time, store time)."""
     columns = np.array(released, dtype=np.int64).reshape(-1, 3).T
     return Ledger(np.array([1, 2, 3]), np.array([10, 20, 30]), *columns)
 
 
-def account(found: Ledger, promised: int = 3) -> tuple[int, int, int]:
+def account(ledger: Ledger, promised: int = 3) -> tuple[int, int, int]:
+    """Return how many messages of a ledger are kept, wrong and early."""
     tally = Tally()
-    tally.add("test", found, promised, 25)
+    tally.add("test", ledger, promised, 25)
     assert bool(tally.notes) == bool(tally.wrong or tally.early)
     return tally.kept_once, tally.wrong, tally.early
 
 
-def test_a_sound_account() -> None:
-    """What is due later may have been released as well, or not."""
+def test_a_ledger_without_faults_is_counted() -> None:
+    """Messages that are due later may be released or not."""
     assert account(ledger([(1, 10, 10), (2, 20, 21)])) == (2, 0, 0)
     assert account(ledger([(1, 10, 10), (2, 20, 21), (3, 30, 30)])) == (3, 0, 0)
 
@@ -146,25 +151,26 @@ def test_a_fault_is_counted(
 
 
 def compared(small: bool = False) -> Comparison:
-    """Figures of nobody."""
+    """Return figures that are made up."""
     comparison = Comparison("designs", small)
-    for at, design in enumerate(DESIGNS):
+    for index, design in enumerate(DESIGNS):
         report = Report(design.name, small)
-        report.add("admit: rate", 300_000 + at, "msg/s")
-        report.add("steady: lateness p99", 2 + 10 * at, "ms", bar=20, better="lower")
+        report.add("admit: rate", 300_000 + index, "msg/s")
+        report.add("steady: lateness p99", 2 + 10 * index, "ms", bar=20, better="lower")
         for delay in list(DELAYS_MS)[: 2 if design.by_level else 4]:
-            report.add(f"written, waiting {delay}", 4.5 + at, "bytes/byte")
+            report.add(f"written, waiting {delay}", 4.5 + index, "bytes/byte")
         comparison.columns.append(report)
     return comparison
 
 
 def document(small: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(compared(small).as_dict()))
-    return found
+    """Return the figures as they are printed with --json."""
+    decoded: dict[str, Any] = json.loads(json.dumps(compared(small).as_dict()))
+    return decoded
 
 
-def test_one_table_strategies_as_columns() -> None:
-    """A figure that misses its bar is marked, one that makes no sense is a dash."""
+def test_the_table_has_the_strategies_as_columns() -> None:
+    """A figure that misses its bar is marked. A figure that a strategy does not have is a dash."""
     title, head, *rows = compared().lines()
     assert title == "designs"
     assert [name for name in NAMES if name not in head] == [] and head.endswith("bar")
@@ -175,12 +181,12 @@ def test_one_table_strategies_as_columns() -> None:
     assert compared().value("delay_levels", "written, waiting 3 d") is None
 
 
-def test_one_document_a_row_each() -> None:
-    """For --json."""
-    found = document(small=True)
-    assert (found["benchmark"], found["small"]) == ("designs", True)
-    assert [row["name"] for row in found["rows"]] == NAMES
-    assert found["rows"][0]["figures"][0].keys() == {"name", "value", "unit", "bar", "ratio"}
+def test_the_document_has_a_row_for_each_strategy() -> None:
+    """The output of --json."""
+    decoded = document(small=True)
+    assert (decoded["benchmark"], decoded["small"]) == ("designs", True)
+    assert [row["name"] for row in decoded["rows"]] == NAMES
+    assert decoded["rows"][0]["figures"][0].keys() == {"name", "value", "unit", "bar", "ratio"}
 
 
 def test_numbers_are_brief() -> None:
@@ -190,7 +196,7 @@ def test_numbers_are_brief() -> None:
 
 
 def test_the_page_gets_the_table_between_its_marks() -> None:
-    """And nothing else of it is touched."""
+    """The rest of the page does not change."""
     table = designs_picture.markdown(document())
     assert table.splitlines()[0].count("|") == len(NAMES) + 2
     assert "| written, waiting 3 d, bytes/byte | 4.50 | 5.50 | 6.50 | 7.50 | – |" in table
@@ -202,7 +208,7 @@ def test_the_page_gets_the_table_between_its_marks() -> None:
 
 
 def test_the_picture_shows_every_design(tmp_path: Path) -> None:
-    """Drawn where matplotlib is installed; what is missing has no bar."""
+    """It is drawn where matplotlib is installed. A missing figure has no bar."""
     pytest.importorskip("matplotlib")
     file = tmp_path / "designs.png"
     designs_picture.draw(document(), file)

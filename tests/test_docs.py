@@ -31,54 +31,57 @@ from timeball.table import identities
 from timeball.table.attachment import Attachment, FileEntry
 
 
-def absent(wanted: Iterable[str], there: set[str] | str) -> list[str]:
-    return sorted(name for name in wanted if name not in there)
+def absent(names: Iterable[str], documented: set[str] | str) -> list[str]:
+    """Return the names that are not documented."""
+    return sorted(name for name in names if name not in documented)
 
 
-# ---- everything has its place ---------------------------------------------------------------------------
+# ---- everything is documented ----------------------------------------------------------------------------
 
 
 def settings() -> list[dataclasses.Field[object]]:
+    """Return the fields of the settings."""
     return list(dataclasses.fields(config.Settings))
 
 
-def test_every_setting() -> None:
+def test_every_setting_is_documented() -> None:
     options = ["--" + field.name.replace("_", "-") for field in settings()]
-    told = first_cells(section(page("docs/operations.md"), "Settings"))
-    assert not absent(options, told)
-    assert not [name for name in told if re.match(r"--\w", name) and name not in options], "no such setting"
+    cells = first_cells(section(page("docs/operations.md"), "Settings"))
+    assert not absent(options, cells)
+    assert not [name for name in cells if re.match(r"--\w", name) and name not in options], "no such setting"
 
 
 def commands() -> set[str]:
-    """Every command as it is typed, `timeball pipeline run` for nested ones."""
-    found: set[str] = set()
+    """Return every command as it is typed, such as `timeball pipeline run`."""
+    typed: set[str] = set()
 
     def walk(command: Any, path: str) -> None:
+        """Add the commands below a command."""
         names = list(getattr(command, "commands", ()))
         if not names:
-            found.add(path)
+            typed.add(path)
         for name in names:
             walk(command.get_command(None, name), f"{path} {name}")
 
     walk(typer.main.get_command(main.app), "timeball")
-    return found
+    return typed
 
 
-def test_every_command() -> None:
-    told = section(page("docs/operations.md"), "Commands")
-    first = [line.split("|")[1] for line in told.splitlines() if line.startswith("| `")]
+def test_every_command_is_documented() -> None:
+    table = section(page("docs/operations.md"), "Commands")
+    first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     rows = {f"timeball {name}" for cell in first for name in re.findall(r"`([^`]+)`", cell)}
     assert not absent(commands(), rows)
     assert not absent(rows, commands()), "no such command"
 
 
-def test_every_exit_code() -> None:
-    told = first_cells(section(page("docs/operations.md"), "Exit codes"))
-    assert not absent([str(int(code)) for code in output.ExitCode], told)
+def test_every_exit_code_is_documented() -> None:
+    cells = first_cells(section(page("docs/operations.md"), "Exit codes"))
+    assert not absent([str(int(code)) for code in output.ExitCode], cells)
 
 
 def error_classes() -> dict[str, str]:
-    """Name -> code, those of the client's streams included."""
+    """Return the code of each error class by its name, also of the client's errors."""
     modules = (errors, client_attempts)
     return {
         name: kind.code
@@ -88,15 +91,15 @@ def error_classes() -> dict[str, str]:
     }
 
 
-def test_every_error_class_and_code() -> None:
-    known = error_classes()
+def test_every_error_class_is_documented_with_its_code() -> None:
+    codes = error_classes()
     rows = dict(
         re.findall(r"^\| (\w+) \| `(\w+)` \| \S", section(page("docs/operations.md"), "Errors"), re.MULTILINE)
     )
-    assert rows == known
+    assert rows == codes
 
 
-def test_every_code_that_can_cross_the_wire() -> None:
+def test_every_error_code_of_the_broker_is_documented_for_flight() -> None:
     on_the_wire = {
         kind.code
         for _, kind in inspect.getmembers(errors, inspect.isclass)
@@ -105,7 +108,7 @@ def test_every_code_that_can_cross_the_wire() -> None:
     assert first_cells(section(page("docs/flight.md"), "Errors")) >= on_the_wire
 
 
-def test_every_flight_verb() -> None:
+def test_every_flight_verb_is_documented() -> None:
     text = page("docs/flight.md")
     reads = {ticket.__struct_config__.tag for ticket in wire.Ticket.__args__}
     for verb in ["send", *codec.ACTIONS, *reads]:
@@ -114,7 +117,7 @@ def test_every_flight_verb() -> None:
     assert listed == list(codec.ACTIONS), "in the order of the code"
 
 
-def test_every_argument_of_a_verb() -> None:
+def test_every_argument_of_a_verb_is_documented() -> None:
     text = page("docs/flight.md")
     for verb, (body, _, _) in codec.ACTIONS.items():
         names = body.__struct_fields__ if body else ()
@@ -124,11 +127,11 @@ def test_every_argument_of_a_verb() -> None:
         assert not absent([f'"{name}"' for name in ticket.__struct_fields__], section(text, verb)), verb
 
 
-def test_every_column_of_a_send() -> None:
+def test_every_column_of_a_send_is_documented() -> None:
     assert first_cells(section(page("docs/flight.md"), "send")) >= set(SEND_SCHEMA.names)
 
 
-def test_every_field_of_the_status(tmp_path: Path) -> None:
+def test_every_field_of_the_status_is_documented(tmp_path: Path) -> None:
     names: set[str] = set()
     for schedule in config.STRATEGIES:
         with running_node(tmp_path / schedule, strategy=schedule) as node:
@@ -137,13 +140,13 @@ def test_every_field_of_the_status(tmp_path: Path) -> None:
                 for name, value in node.node.status().items()
                 for inner in (value if isinstance(value, dict) else [""])
             }
-    told = first_cells(section(page("docs/flight.md"), "status"))
-    assert not absent(names, told)
-    assert not absent(told - {"", "field", "---"}, names), "no such field"
+    cells = first_cells(section(page("docs/flight.md"), "status"))
+    assert not absent(names, cells)
+    assert not absent(cells - {"", "field", "---"}, names), "no such field"
 
 
 @pytest.mark.parametrize("schedule", config.STRATEGIES)
-def test_every_file_of_a_data_folder(tmp_path: Path, schedule: str) -> None:
+def test_every_file_of_a_data_folder_is_documented(tmp_path: Path, schedule: str) -> None:
 
     with running_node(tmp_path / "data", strategy=schedule) as node, node.client() as ball:
         ball.send("orders", "now")
@@ -177,8 +180,8 @@ def test_every_page_of_a_folder_is_listed(folder: str, listing: str) -> None:
     assert absent(["/0000-no-page.md)"], page(listing)), "the control"
 
 
-def test_every_port_that_is_open_by_default() -> None:
-    """Nothing listens that the first page for operators does not name."""
+def test_every_port_that_is_open_by_default_is_documented() -> None:
+    """The introduction for operators names all of them."""
     ports = [field.default for field in settings() if field.name == "port" or field.name.endswith("_port")]
     first = page("docs/operations.md").partition("\n## ")[0]
     assert not absent(map(str, ports), first)
@@ -202,13 +205,15 @@ FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "heading", "fields"), FORMAT_FIELDS)
-def test_every_field_of_a_format(name: str, heading: str, fields: Iterable[str]) -> None:
-    told = section(page(f"docs/formats/{name}.md"), heading)
-    cells = first_cells(told) | {c for line in told.splitlines() for c in line.replace("|", " ").split()}
+def test_every_field_of_a_format_is_documented(name: str, heading: str, fields: Iterable[str]) -> None:
+    text = section(page(f"docs/formats/{name}.md"), heading)
+    cells = first_cells(text) | {
+        word for line in text.splitlines() for word in line.replace("|", " ").split()
+    }
     assert not absent(fields, cells)
 
 
-def test_every_field_of_a_file_entry() -> None:
+def test_every_field_of_a_file_entry_is_documented() -> None:
     assert not absent(
         [f"`{name}`" for name in FileEntry.__struct_fields__], page("docs/formats/pending-table.md")
     )
@@ -277,21 +282,22 @@ def test_the_changelog_knows_this_version() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The headings of a page as a browser addresses them."""
+    """Return the headings of a page as a browser addresses them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(path: Path, text: str) -> Iterator[str]:
+    """Yield the links of a page to missing files and headings."""
     bare = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", bare):
         if "://" in target or target.startswith("mailto:"):
             continue
         name, _, anchor = target.partition("#")
-        goal = (path.parent / name).resolve() if name else path
-        if not goal.exists():
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists():
             yield f"{path.relative_to(ROOT)}: {target}"
-        elif anchor and anchor not in anchors(text if goal == path else goal.read_text("utf-8")):
+        elif anchor and anchor not in anchors(text if file == path else file.read_text("utf-8")):
             yield f"{path.relative_to(ROOT)}: {target} (no such heading)"
 
 
@@ -318,7 +324,7 @@ def rows_without_a_header(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_tables_are_whole(path: Path) -> None:
+def test_each_table_has_a_header(path: Path) -> None:
     assert not list(rows_without_a_header(path.read_text("utf-8")))
 
 
@@ -329,7 +335,7 @@ def test_a_broken_table_is_noticed() -> None:
 
 
 def named_paths(text: str) -> set[str]:
-    """Paths in backquotes that begin with a folder of ours."""
+    """Return the paths in backquotes that begin with a folder of the repository."""
     return set(re.findall(r"`((?:tests|benchmarks|src|docs|requirements)/[\w./\-]*)`", text))
 
 
@@ -346,6 +352,7 @@ def test_named_paths_are_found() -> None:
 
 
 def pages_named_in_code() -> Iterator[tuple[str, str]]:
+    """Yield each module that names a page of the documentation, and this page."""
     for path in sorted((ROOT / "src").rglob("*.py")):
         for name in re.findall(r"docs/[\w./\-]*\w\.md", path.read_text("utf-8")):
             yield path.relative_to(ROOT).as_posix(), name
@@ -359,14 +366,14 @@ def test_pages_that_the_code_names_exist() -> None:
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
     reached: set[Path] = set()
-    ahead = [ROOT / "README.md"]
-    while ahead:
-        path = ahead.pop()
+    unread = [ROOT / "README.md"]
+    while unread:
+        path = unread.pop()
         if path in reached or path.suffix != ".md":
             continue
         reached.add(path)
         links = re.findall(r"\]\(([^)#\s]+)", path.read_text("utf-8"))
-        ahead += [(path.parent / name).resolve() for name in links if "://" not in name]
+        unread += [(path.parent / name).resolve() for name in links if "://" not in name]
     assert not [str(path.relative_to(ROOT)) for path in PAGES if path not in reached]
 
 
@@ -399,10 +406,10 @@ def test_each_decision_has_a_status() -> None:
 def test_each_guarantee_says_what_it_does_not_cover() -> None:
     text = page("docs/guarantees.md")
     names = re.findall(r"^\| \[?(G\d+)", text, re.MULTILINE)
-    assert names == [f"G{n}" for n in range(1, 11)]
+    assert names == [f"G{number}" for number in range(1, 11)]
     for name in names:
-        told = re.search(rf"^## {name} .*?\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-        assert told and "Not covered:" in told[1], name
+        chapter = re.search(rf"^## {name} .*?\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+        assert chapter and "Not covered:" in chapter[1], name
 
 
 def test_the_markers_for_the_figures_are_there() -> None:

@@ -17,7 +17,7 @@ from timeball.model import errors
 from timeball.model.key_hash import hash_string
 from timeball.model.message import LOG_SCHEMA, Kind
 
-ENDPOINT = "http://127.0.0.1:7480"  # as the examples have it
+ENDPOINT = "http://127.0.0.1:7480"  # the address in the examples
 
 
 SHOWN_ROW = {
@@ -29,7 +29,7 @@ SHOWN_ROW = {
 
 
 def shown_segment() -> bytes:
-    """The segment whose bytes the page explains, as the writer makes it: the page has its checksums."""
+    """Write the segment whose bytes the page explains."""
     _, parts = fmt.encode_frame(
         pa.RecordBatch.from_pylist([SHOWN_ROW], LOG_SCHEMA),
         first_seq=17,
@@ -64,27 +64,28 @@ def test_the_table_of_bytes_agrees_with_the_frame() -> None:
     data = shown_segment()
     rows = re.findall(r"^\| `([0-9a-f]+)` \| (.+?) \|", text, re.MULTILINE)
     assert len(rows) > 10
-    for address, told in rows:
-        at = int(address, 16)
-        for part in re.findall(r"`([^`]+)`", told):
-            given = bytes.fromhex(part.replace("…", ""))
-            assert data[at : at + len(given)] == given, address
-            at += len(given)
+    for address, cell in rows:
+        position = int(address, 16)
+        for part in re.findall(r"`([^`]+)`", cell):
+            expected = bytes.fromhex(part.replace("…", ""))
+            assert data[position : position + len(expected)] == expected, address
+            position += len(expected)
 
 
 def test_the_hashes_that_are_shown_are_those_of_the_code() -> None:
     text = page("docs/formats/key-run.md")
-    told = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
-    assert told == {word: hash_string(word) for word in ("A17", "order-17", "anna")}
+    hashes = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
+    assert hashes == {word: hash_string(word) for word in ("A17", "order-17", "anna")}
     assert hash_string("") == 0
 
 
 def python_examples(text: str) -> list[str]:
+    """Return the Python programs of a page."""
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def run_example(code: str, endpoint: str) -> str:
-    """Run an example against another broker than the one it names; returns what it printed."""
+    """Run an example against another broker than the named one. Returns its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code.replace(ENDPOINT, endpoint), "README.md", "exec"), {})
@@ -104,7 +105,7 @@ def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
     assert len(code.splitlines()) <= 25, "a short example"
 
 
-def test_the_first_steps_can_be_gone(tmp_path: Path) -> None:
+def test_the_commands_and_the_program_of_the_first_steps_run(tmp_path: Path) -> None:
     """Each command and the program of the page, one after the other, against one broker."""
     text = page("docs/first-steps.md")
     (code,) = python_examples(text)
@@ -114,8 +115,8 @@ def test_the_first_steps_can_be_gone(tmp_path: Path) -> None:
         for command in commands:
             words = shlex.split(command)[1:]
             if words[0] != "serve":
-                ran = run_here(*words, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
-                assert ran.returncode == 0, f"{command}: {ran.stderr}"
+                result = run_here(*words, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
+                assert result.returncode == 0, f"{command}: {result.stderr}"
         assert len(commands) > 4
         printed = run_example(code, node.http_endpoint).splitlines()
     assert printed == re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)

@@ -13,21 +13,23 @@ from tests.examples import QUICK, bound_examples
 FEW = hypothesis.settings.get_profile(QUICK).max_examples
 
 
-def with_examples(count: int, seen: list[int]) -> Callable[[], None]:
+def with_examples(count: int, numbers: list[int]) -> Callable[[], None]:
+    """Return a property with this number of examples, which records them."""
+
     @hypothesis.settings(max_examples=count, database=None)
     @given(st.integers())
-    def counted(number: int) -> None:
-        seen.append(number)
+    def record(number: int) -> None:
+        numbers.append(number)
 
-    return counted
+    return record
 
 
 @pytest.mark.parametrize(
     ("count", "profile", "tried"), [(60, QUICK, FEW), (60, "dev", 60), (FEW - 1, QUICK, FEW - 1)]
 )
-def test_a_property_is_tried_as_often_as_the_profile_says(count: int, profile: str, tried: int) -> None:
-    seen: list[int] = []
-    counted = with_examples(count, seen)
-    bound_examples(counted, profile)
-    counted()
-    assert len(seen) == tried
+def test_the_profile_limits_the_examples_of_a_property(count: int, profile: str, tried: int) -> None:
+    numbers: list[int] = []
+    record = with_examples(count, numbers)
+    bound_examples(record, profile)
+    record()
+    assert len(numbers) == tried

@@ -11,11 +11,16 @@ from tests.test_benchmarks_run import WANTED
 def document(
     benchmark: str, *figures: tuple[str, float, str, float | None, float | None]
 ) -> dict[str, object]:
+    """Return the document of a benchmark with these figures."""
     keys = ("name", "value", "unit", "bar", "ratio")
-    return {"benchmark": benchmark, "small": False, "figures": [dict(zip(keys, each)) for each in figures]}
+    return {
+        "benchmark": benchmark,
+        "small": False,
+        "figures": [dict(zip(keys, values)) for values in figures],
+    }
 
 
-# A small run has one attach, so it lacks this one.
+# A small run has one attach, so it lacks this figure.
 ONLY_FULL = ("compact", "spark: rate after the first attach")
 
 
@@ -26,13 +31,13 @@ def test_each_figure_is_one_that_its_benchmark_reports() -> None:
 
 
 def test_the_table_has_the_rows_of_one_run() -> None:
-    found = figures_of(
+    figures = figures_of(
         [
             document("punctual", ("lateness p99", 24, "ms", 20, 0.83), ("lateness p50", 1, "ms", None, None)),
             document("burst", ("spread, in the tail: last release", 1.04, "s", 1.5, 1.4)),
         ]
     )
-    text = markdown(found, {"CPU": "A CPU", "cores": "2"}, "2026-11-29")
+    text = markdown(figures, {"CPU": "A CPU", "cores": "2"}, "2026-11-29")
     assert text.splitlines() == [
         "Measured 2026-11-29. CPU: A CPU; cores: 2.",
         "",

@@ -1,4 +1,4 @@
-"""A failed test is run once more, in one process and in several; two failures fail."""
+"""A failed test is run once more, in one process and in several. Two failures fail."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_a_pass_at_the_second_run_is_named_and_two_failures_fail(
     assert outcome.parseoutcomes() == {"passed": 4, "flaky": 3, "failed": 1, "skipped": 1, "xfailed": 1}
 
 
-def test_a_run_with_none_but_flaky_ones_passes(pytester: pytest.Pytester) -> None:
+def test_a_run_with_flaky_tests_only_passes(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("runs = []\ndef test_one():\n    runs.append(1)\n    assert len(runs) == 2")
     outcome = pytester.runpytest_inprocess("-n", "0", plugins=[flaky])
     assert outcome.ret == pytest.ExitCode.OK
     assert outcome.parseoutcomes() == {"passed": 1, "flaky": 1}
 
 
-def test_no_second_run_when_none_is_wanted(pytester: pytest.Pytester) -> None:
+def test_with_the_option_once_there_is_no_second_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("runs = []\ndef test_one():\n    runs.append(1)\n    assert len(runs) == 2")
     outcome = pytester.runpytest_inprocess("-n", "0", "--once", plugins=[flaky])
     assert outcome.ret == pytest.ExitCode.TESTS_FAILED

@@ -1,4 +1,4 @@
-"""The programs of docs/django.md, docs/dramatiq.md and docs/coming-from.md, as they stand."""
+"""The programs of docs/django.md, docs/dramatiq.md and docs/coming-from.md run unchanged."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ ENDPOINT = "http://127.0.0.1:7480"
 
 @pytest.fixture
 def broker() -> Iterator[TestBroker]:
+    """Run a broker for tests."""
     with TestBroker() as broker:
         yield broker
 
 
 def write_programs(name: str, folder: Path, endpoint: str) -> None:
     """Write the titled programs of a page to a folder, with the broker's address."""
-    found = re.findall(r'^```python title="([\w./]+)"\n(.*?)^```', page(name), re.M | re.S)
-    assert found
-    for title, code in found:
+    programs = re.findall(r'^```python title="([\w./]+)"\n(.*?)^```', page(name), re.M | re.S)
+    assert programs
+    for title, code in programs:
         path = folder / title
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code.replace(ENDPOINT, endpoint))
 
 
 def load(folder: Path, name: str) -> Any:
-    """Import a program under its name. Each test has programs of other names, so they may stay."""
+    """Import a program under its name. Each test has programs of other names, so they need not be removed."""
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -64,7 +65,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.db"}}
 
 """
-# What the page does in a project, and what a relay does that has ended between its send and its delete.
+# The steps of the page in a project, and the effect of a relay that has ended between its send and its delete.
 WALK = """
 import json
 from datetime import timedelta
@@ -93,36 +94,36 @@ print(json.dumps({"placed": placed, "verdict": verdict, "relayed": str(row.id)})
 """
 
 
-def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
+def test_the_programs_of_the_django_page_run(broker: TestBroker, tmp_path: Path) -> None:
     write_programs("docs/django.md", tmp_path, broker.endpoint)
     for folder in ("shop", "shop/management", "shop/management/commands"):
         (tmp_path / folder / "__init__.py").touch()
     settings = SETTINGS + (tmp_path / "settings.py").read_text()
-    if django.VERSION < (6,):  # as the page says
+    if django.VERSION < (6,):  # as on the page
         settings += '\nINSTALLED_APPS += ["django_tasks"]\n'
         for path in (tmp_path / "shop").rglob("*.py"):
             path.write_text(path.read_text().replace("django.tasks", "django_tasks"))
     (tmp_path / "settings.py").write_text(settings)
     (tmp_path / "walk.py").write_text(WALK)
-    more = {"DJANGO_SETTINGS_MODULE": "settings", "PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    variables = {"DJANGO_SETTINGS_MODULE": "settings", "PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
     walk = subprocess.run(
         [sys.executable, "walk.py"],
-        cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=BOUND_S, check=False,
+        cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=BOUND_S, check=False,
     )  # fmt: skip
     assert walk.returncode == 0, walk.stderr
     tests = subprocess.run(
         [sys.executable, "-m", "django", "test", "shop"],
-        cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=BOUND_S, check=False,
+        cwd=tmp_path, env=environment(**variables), capture_output=True, text=True, timeout=BOUND_S, check=False,
     )  # fmt: skip
     assert tests.returncode == 0 and "Ran 1 test" in tests.stderr, tests.stderr
-    told = json.loads(walk.stdout.splitlines()[-1])
-    assert told["verdict"] == "cancelled"
+    results = json.loads(walk.stdout.splitlines()[-1])
+    assert results["verdict"] == "cancelled"
     pending = broker.pending("django-default")
-    assert sorted(message.id or "" for message in pending) == sorted([told["placed"], told["relayed"]])
+    assert sorted(message.id or "" for message in pending) == sorted([results["placed"], results["relayed"]])
 
     (commands,) = re.findall(r"^```sh\n(.*?)^```", page("docs/django.md"), re.M | re.S)
     work = commands.splitlines()[-1].replace("python manage.py", f"{sys.executable} -m django").split()
-    worker = subprocess.Popen(work, cwd=tmp_path, env=environment(**more), stdout=subprocess.DEVNULL)
+    worker = subprocess.Popen(work, cwd=tmp_path, env=environment(**variables), stdout=subprocess.DEVNULL)
     try:
         broker.clock.advance_to(max(message.due for message in pending))
         with sqlite3.connect(tmp_path / "shop.db") as shop:
@@ -137,7 +138,7 @@ def test_the_page_of_django(broker: TestBroker, tmp_path: Path) -> None:
 # ---- Dramatiq -----------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_dramatiq(
+def test_the_programs_of_the_dramatiq_page_run(
     broker: TestBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_programs("docs/dramatiq.md", tmp_path, broker.endpoint)
@@ -162,7 +163,7 @@ def test_the_page_of_dramatiq(
 # ---- coming from --------------------------------------------------------------------------------------------
 
 
-def test_the_program_for_those_who_come_from_elsewhere(
+def test_the_program_for_users_of_other_tools(
     broker: TestBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_programs("docs/coming-from.md", tmp_path, broker.endpoint)

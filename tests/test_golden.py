@@ -1,14 +1,14 @@
-"""Golden files: bytes on users' disks are read for ever, and written the same until a format has a new version.
+"""Golden files: bytes on users' disks are always read, and written the same until a format has a new version.
 
-`tests/golden/` holds one small file of each format of version 1, and what stands in it is spelled out
-here, not computed. Two things are tested of each file: that it still says this, and that saying this today
+`tests/golden/` has one small file of each format of version 1, and its content is written out
+here, not computed. Two things are tested of each file: that it has this content, and that writing this content today
 gives the same bytes. The first must never fail again. The second fails when a format has changed unnoticed.
 
 A new version of a format gets new files beside the old ones, and a reader for both:
 
     1. give the format its new version, and its page in docs/formats/ a row under "Versions"
     2. add the new file's name to `WRITTEN` here, keep the old name in `READ`
-    3. python -m tests.test_golden      (from the root; writes the files of `WRITTEN` that are not there)
+    3. python -m tests.test_golden      (from the root; writes the missing files of `WRITTEN`)
 
 A file that has once been released is never written again. If a new pyarrow gives other bytes for the same rows, and
 reads the old ones, that is no new version: then `WRITTEN` gets a file of its own for it.
@@ -47,7 +47,7 @@ ATTACH = (
     b'"removes":[],"from_seq":1,"to_seq":116,"ranges":[],"digest":""}'
 )
 
-# ---- what stands in the files ----------------------------------------------------------------------------
+# ---- the content of the files ----------------------------------------------------------------------------
 
 # The log: first_seq -> the rows of a frame, without the columns that are null.
 PRODUCER: dict[str, Any] = {
@@ -159,7 +159,7 @@ MOVED_HEADERS = {
     102: (3264, 1600, 1, ACCEPTED_MS + 3_600_001, 3264),
     103: (4864, 1600, 1, ACCEPTED_MS + 3_700_000, 4864),
 }
-# What the broker keeps of itself: a topic ahead of its first message; a value that is deleted.
+# State of the broker: a topic before its first message, and a value that is deleted.
 META_FRAMES: dict[int, list[dict[str, Any]]] = {
     100: [
         {"kind": 7, "unique_key": "topic/orders", "body": b'{"queues":8}', "store_ms": ACCEPTED_MS},
@@ -243,10 +243,11 @@ MOVED = [(DUE_MS + 9, 105, 113, DUE_MS + 86_400_000), (DUE_MS, 108, 114, DUE_MS)
 WOKEN = [(115, DUE_MS + 7, 109, DUE_MS + 5)]
 
 
-# ---- how it is written -----------------------------------------------------------------------------------
+# ---- the writers ----------------------------------------------------------------------------------------
 
 
 def frames_and_bytes(name: str = "commit-log-1.log") -> tuple[list[fmt.Frame], bytes]:
+    """Return the frames of a log, and the bytes of its segment."""
     data = fmt.encode_segment_header(100, ACCEPTED_MS - 1)
     frames = []
     frames_of, headers = LOGS[name]
@@ -276,18 +277,18 @@ def transaction_log() -> bytes:
 
 
 def frames() -> bytes:
-    found, data = frames_and_bytes()
+    frames, data = frames_and_bytes()
     segment = Segment(1, 100, pa.py_buffer(data))
-    for frame in found:
+    for frame in frames:
         segment.add(frame)
     return recovery.encode(segment)
 
 
 def key_run() -> bytes:
     rows = [(row.get("unique_key"), row.get("keys"), seq) for seq, row in numbered()]
-    ids, keys = (pa.array([row[at] for row in rows], pa.string()) for at in (0, 1))
-    hashes, at = hash_keys(ids, keys)
-    return bytes(KeyRun.build(hashes, np.array([row[2] for row in rows])[at], ["a file"]).data)
+    ids, keys = (pa.array([row[column] for row in rows], pa.string()) for column in (0, 1))
+    hashes, indexes = hash_keys(ids, keys)
+    return bytes(KeyRun.build(hashes, np.array([row[2] for row in rows])[indexes], ["a file"]).data)
 
 
 def queue_file() -> bytes:
@@ -333,51 +334,57 @@ CHECKPOINTS_1 = {
     "checkpoint-1-moved": MOVED_FACTS,
     "checkpoint-1-meta": META_FACTS,
 }
-READ = [*WRITTEN, *CHECKPOINTS_1, "key-sidecar-1.keys"]  # and all that were written before
+READ = [*WRITTEN, *CHECKPOINTS_1, "key-sidecar-1.keys"]  # and all files of earlier versions
 
 
 def numbered() -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of the first log with their numbers."""
     return [(seq, row) for first, rows in FRAMES.items() for seq, row in enumerate(rows, first)]
 
 
-def numbered_in_all() -> list[dict[str, Any]]:
+def rows_of_all_logs() -> list[dict[str, Any]]:
+    """Return the rows of all logs."""
     return [row for frames_of, _ in LOGS.values() for rows in frames_of.values() for row in rows]
 
 
 def golden(name: str) -> bytes:
+    """Read a golden file."""
     return (GOLDEN / name).read_bytes()
 
 
-# ---- written as ever -------------------------------------------------------------------------------------
+# ---- writing is unchanged --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_same_is_written_as_the_same_bytes(name: str) -> None:
-    written, kept = WRITTEN[name](), golden(name)
-    differs = next((at for at, (a, b) in enumerate(zip(written, kept, strict=False)) if a != b), None)
-    assert differs is None, f"{name}: other bytes from {differs} on: a new version of the format, see above"
-    assert len(written) == len(kept), name
+def test_the_same_content_is_written_as_the_same_bytes(name: str) -> None:
+    written, stored = WRITTEN[name](), golden(name)
+    position = next(
+        (position for position, (new, old) in enumerate(zip(written, stored, strict=False)) if new != old),
+        None,
+    )
+    assert position is None, f"{name}: other bytes from {position} on: a new version of the format, see above"
+    assert len(written) == len(stored), name
 
 
-def test_the_files_are_those_that_are_read_and_small() -> None:
-    kept = {path.name: path.stat().st_size for path in GOLDEN.iterdir() if path.is_file()}
-    assert kept.keys() == set(READ)
-    assert sum(kept.values()) < 100_000
+def test_all_golden_files_are_read_and_they_are_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in GOLDEN.iterdir() if path.is_file()}
+    assert sizes.keys() == set(READ)
+    assert sum(sizes.values()) < 100_000
 
 
-def test_every_kind_and_every_column_stands_in_the_log() -> None:
-    """Or a change of one of them could go unnoticed."""
-    rows = numbered_in_all()
+def test_every_kind_and_every_column_is_in_the_log() -> None:
+    """Otherwise a change of one of them could go unnoticed."""
+    rows = rows_of_all_logs()
     assert {row["kind"] for row in rows} == {int(kind) for kind in Kind if kind is not Kind.INVALID}
     assert {name for row in rows for name in row} == set(LOG_SCHEMA.names)
     assert SCHEMA_VERSION == fmt.FORMAT_VERSION == 1, "a new version has golden files of its own"
 
 
-# ---- and read as ever ------------------------------------------------------------------------------------
+# ---- reading is unchanged -------------------------------------------------------------------------------------
 
 
 def read_log(name: str) -> list[InspectedFrame]:
-    """As a folder with this one segment, and the checkpoint that belongs to it."""
+    """Read the frames of a folder with this one segment and its checkpoint."""
     files = CrashFiles()
     files.make_dir(FOLDER)
     files.replace(segment_name(1), golden(name))
@@ -386,42 +393,43 @@ def read_log(name: str) -> list[InspectedFrame]:
     assert folder.damage == []
     [segment] = folder.segments
     assert (segment.first_seq, segment.created_ms) == (100, ACCEPTED_MS - 1)
-    found = list(folder.walk(segment))
-    assert all(isinstance(each, InspectedFrame) for each in found), found
-    return [each for each in found if isinstance(each, InspectedFrame)]
+    frames = list(folder.walk(segment))
+    assert all(isinstance(frame, InspectedFrame) for frame in frames), frames
+    return [frame for frame in frames if isinstance(frame, InspectedFrame)]
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_the_log_says_what_it_said(name: str) -> None:
-    found = read_log(name)
+def test_the_log_has_its_golden_rows(name: str) -> None:
+    frames = read_log(name)
     frames_of, headers_of = LOGS[name]
     headers = {
-        f.frame.first_seq: (
-            f.frame.position,
-            f.frame.length,
-            f.frame.span,
-            f.frame.append_ms,
-            f.frame.synced_to,
+        inspected.frame.first_seq: (
+            inspected.frame.position,
+            inspected.frame.length,
+            inspected.frame.span,
+            inspected.frame.append_ms,
+            inspected.frame.synced_to,
         )
-        for f in found
+        for inspected in frames
     }
     assert headers == headers_of
-    assert {f.frame.epoch for f in found} == {1}
-    for each in found:
+    assert {inspected.frame.epoch for inspected in frames} == {1}
+    for inspected in frames:
         rows = [
-            {name: value for name, value in row.items() if value is not None} for row in each.rows.to_pylist()
+            {name: value for name, value in row.items() if value is not None}
+            for row in inspected.rows.to_pylist()
         ]
-        assert rows == frames_of[each.frame.first_seq]
+        assert rows == frames_of[inspected.frame.first_seq]
 
 
-def test_an_attach_row_says_what_it_said() -> None:
+def test_an_attach_row_has_its_golden_content() -> None:
     [*_, last] = read_log("commit-log-1.log")
     body = last.rows.column("body")[2].as_py()
     assert att.decode(body) == ATTACHMENT
     assert att.encode(ATTACHMENT) == body
 
 
-def test_the_frame_index_says_what_it_said() -> None:
+def test_the_frame_index_has_its_golden_content() -> None:
     files = CrashFiles()
     files.make_dir(FOLDER)
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
@@ -432,53 +440,53 @@ def test_the_frame_index_says_what_it_said() -> None:
     assert segment.frame_seqs.tolist() == [100, 102, 113]
 
 
-def test_the_key_run_says_what_it_said() -> None:
+def test_the_key_run_has_its_golden_content() -> None:
     run = KeyRun(pa.py_buffer(golden("key-run-2.keys")))
-    for wanted, seqs in KEYS.items():
-        assert run.find_numbers(np.array([wanted], np.uint64)).tolist() == seqs
+    for key_hash, seqs in KEYS.items():
+        assert run.find_numbers(np.array([key_hash], np.uint64)).tolist() == seqs
     assert sorted(run.columns()[1].tolist()) == [100, 101, 101, 101, 113, 113, 113]
     assert run.names == ("a file",)
 
 
 def test_the_keys_of_version_1_are_refused_and_so_made_again() -> None:
-    """A cache: its content is read from the log."""
+    """It is a cache, whose content is read from the log again."""
     with pytest.raises(Corrupt):
         KeyRun(pa.py_buffer(golden("key-sidecar-1.keys")))
 
 
-def test_the_queue_says_what_it_said() -> None:
+def test_the_queue_has_its_golden_entries() -> None:
     (part,) = queue_format.QueueFile("a.cq", golden("queue-index-1.cq")).parts()
     assert (part.topic, part.queue_id, part.first_offset) == ("orders", 2, 40)
     assert part.entries.tolist() == QUEUE
 
 
 @pytest.mark.parametrize(("name", "facts"), CHECKPOINTS_1.items())
-def test_a_checkpoint_of_version_1_says_what_it_said(name: str, facts: cp.Facts) -> None:
-    found = cp.parse(golden(name))
-    assert found.facts == facts
-    assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
-    assert (found.moved.shape, found.woken.shape) == ((4, 0), (4, 0))
+def test_a_checkpoint_of_version_1_has_its_golden_content(name: str, facts: cp.Facts) -> None:
+    state = cp.parse(golden(name))
+    assert state.facts == facts
+    assert list(zip(state.settled_due.tolist(), state.settled_seq.tolist(), strict=True)) == SETTLED
+    assert (state.moved.shape, state.woken.shape) == ((4, 0), (4, 0))
 
 
-def test_the_checkpoint_says_what_it_said() -> None:
-    found = cp.parse(golden("checkpoint-2"))
-    assert found.facts == FACTS
-    assert list(zip(found.settled_due.tolist(), found.settled_seq.tolist(), strict=True)) == SETTLED
-    assert list(map(tuple, found.moved.T.tolist())) == MOVED
-    assert list(map(tuple, found.woken.T.tolist())) == WOKEN
+def test_the_checkpoint_has_its_golden_content() -> None:
+    state = cp.parse(golden("checkpoint-2"))
+    assert state.facts == FACTS
+    assert list(zip(state.settled_due.tolist(), state.settled_seq.tolist(), strict=True)) == SETTLED
+    assert list(map(tuple, state.moved.T.tolist())) == MOVED
+    assert list(map(tuple, state.woken.T.tolist())) == WOKEN
 
 
 @pytest.mark.parametrize("name", ["commit-log-1.log", "key-run-2.keys", "checkpoint-2"])
 def test_a_byte_that_has_changed_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The control: it is these files that are read."""
+    """The control: the tests read these files."""
     content = bytearray(golden(name))
     content[len(content) // 2] ^= 1
     (tmp_path / name).write_bytes(bytes(content))
     monkeypatch.setattr(f"{__name__}.GOLDEN", tmp_path)
     with pytest.raises(AssertionError, match="other bytes from"):
-        test_the_same_is_written_as_the_same_bytes(name)
+        test_the_same_content_is_written_as_the_same_bytes(name)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The map and the house agree: each room says what it does, each module has its test file, and
-ARCHITECTURE.md draws the rooms: every folder of the package, every file beside them, and nothing that is gone.
+ARCHITECTURE.md draws the rooms: every folder of the package, every file beside them, and no missing one.
 """
 
 import ast
@@ -32,7 +32,7 @@ UNMIRRORED: dict[str, str] = {
 
 
 def opening_words(docstring: str) -> list[str]:
-    """The anatomy lines of a room, in the order in which they stand."""
+    """Return the anatomy words of a room in their order."""
     lines = [line.strip() for line in docstring.splitlines()]
     return [word for line in lines for word in ANATOMY if line.startswith(word)]
 
@@ -47,17 +47,18 @@ def test_room_says_what_it_receives_keeps_and_hands_on(room: str) -> None:
 
 
 def mirrors(module: str) -> list[str]:
-    """Return where a module's tests may stand: log/format.py -> log/test_format.py, or test_log.py for a small room."""
+    """Return the places of a module's tests: log/format.py -> log/test_format.py, or test_log.py for a small room."""
     folder, _, name = module.rpartition("/")
     return [f"{folder}/test_{name}", mirrors(f"{folder}.py")[0]] if folder else [f"test_{name}"]
 
 
 def is_tested(module: str) -> bool:
+    """Check whether a module has a test file."""
     return any((TESTS / name).exists() for name in mirrors(module))
 
 
 def excepted(module: str) -> str | None:
-    """The entry of `UNMIRRORED` that covers this module."""
+    """Return the entry of `UNMIRRORED` that covers this module."""
     for place in UNMIRRORED:
         if module == place or (place.endswith("/") and module.startswith(place)):
             return place
@@ -65,20 +66,25 @@ def excepted(module: str) -> str | None:
 
 
 def modules() -> list[str]:
-    found = (p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
-    return sorted(p.as_posix() for p in found if not p.name.startswith("__") and "_generated" not in p.parts)
+    """Return all modules that need a test file."""
+    paths = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    return sorted(
+        path.as_posix() for path in paths if not path.name.startswith("__") and "_generated" not in path.parts
+    )
 
 
 def test_every_module_has_its_test_file() -> None:
-    missing = [m for m in modules() if not excepted(m) and not is_tested(m)]
-    assert not missing, "\n" + "\n".join(f"{m} wants tests/{mirrors(m)[0]}" for m in missing)
+    missing = [module for module in modules() if not excepted(module) and not is_tested(module)]
+    assert not missing, "\n" + "\n".join(f"{module} needs tests/{mirrors(module)[0]}" for module in missing)
 
 
-def test_every_exception_is_needed_and_says_why() -> None:
-    without = [m for m in modules() if not is_tested(m)]
+def test_every_exception_is_needed_and_has_a_reason() -> None:
+    without = [module for module in modules() if not is_tested(module)]
     for place, reason in UNMIRRORED.items():
-        assert len(reason.split()) >= 3, f"{place}: say why"
-        assert place in {excepted(m) for m in without}, f"{place} has its test file now: take it out"
+        assert len(reason.split()) >= 3, f"{place}: give a reason"
+        assert place in {excepted(module) for module in without}, (
+            f"{place} has its test file now: remove the entry"
+        )
 
 
 DRAWN_LINE = re.compile(r"( *)([\w./-]+(?:/|\.py))(?: .*)?")
@@ -97,9 +103,11 @@ def drawn(markdown: str) -> set[str]:
 
 def rooms_and_files() -> set[str]:
     """Return the paths that the drawing must name: the folders with Python in them, and the files beside packages."""
-    folders = {p.parent.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if "_generated" not in p.parts}
+    folders = {
+        path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "_generated" not in path.parts
+    }
     rooms = {f"{folder.as_posix()}/" for folder in folders if folder.parts}
-    return rooms | {p.name for p in PACKAGE.glob("*.py") if not p.name.startswith("__")}
+    return rooms | {path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
 
 
 def absent(paths: set[str]) -> list[str]:
@@ -117,7 +125,7 @@ def test_architecture_is_read_in_ten_minutes() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text("utf-8").splitlines()) <= 250
 
 
-# ---- controls: each check sees a breach -------------------------------------------------------------------
+# ---- controls: each check notices a breach ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What cannot be had here is named in the closing lines, in whichever process its test was skipped."""
+"""Missing programs are named at the end of a run, also if another process has skipped their tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SKIPS = 'import pytest\ndef test_one():\n    pytest.skip("tin can: there is no t
 @pytest.mark.parametrize(
     ("folder", "named"), [("tests/interop", True), ("tests/dashboard", True), ("tests/x", False)]
 )
-def test_who_is_missing_is_said(
+def test_missing_programs_are_named_at_the_end(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: str, folder: str, named: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -30,5 +30,5 @@ def test_who_is_missing_is_said(
         "-p", "xdist", "-n", processes, "-p", "no:cacheprovider", "--rootdir", "."
     )
     assert outcome.parseoutcomes()["skipped"] == 1
-    said = "NOT TESTED: tin can: there is no tin can here" in outcome.stdout.str()
-    assert said == named
+    is_named = "NOT TESTED: tin can: there is no tin can here" in outcome.stdout.str()
+    assert is_named == named

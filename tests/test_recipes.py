@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md, as they stand, against a broker."""
+"""The recipes of docs/recipes.md run unchanged with a broker."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ ENDPOINT = "http://127.0.0.1:7480"
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """Run a node for all recipes."""
     with running_node(tmp_path_factory.mktemp("recipes") / "data") as running:
         yield running
 
@@ -48,7 +49,7 @@ def test_every_recipe_has_a_test_here() -> None:
     assert len(titles) == 3 and all(f'("{title}"' in here for title in titles)
 
 
-def test_a_web_application(node: RunningNode) -> None:
+def test_the_recipe_of_a_web_application_runs(node: RunningNode) -> None:
     import httpx
 
     app = recipe("A web application (FastAPI)", node.http_endpoint).app
@@ -61,10 +62,10 @@ def test_a_web_application(node: RunningNode) -> None:
         ):
             placed = await web.post("/orders/17")
             assert placed.status_code == 201
-            look = f"/reminders/{placed.json()['reminder']}"
-            assert (await web.get(look)).json() == {"state": "waiting"}
+            path = f"/reminders/{placed.json()['reminder']}"
+            assert (await web.get(path)).json() == {"state": "waiting"}
             assert (await web.post("/orders/17/payment")).json() == {"closing": ["cancelled"]}
-            assert (await web.get(look)).json() == {"state": "cancelled"}
+            assert (await web.get(path)).json() == {"state": "cancelled"}
             assert (await web.get("/reminders/none")).status_code == 404
             assert (await web.post("/orders/18", params={"pay_within": "soon"})).status_code == 422
 
@@ -76,8 +77,8 @@ import os
 import wsgi
 
 def order(number):
-    (told,) = wsgi.application({"PATH_INFO": f"/{number}"}, lambda status, _: None)
-    print(told.decode(), flush=True)
+    (answer,) = wsgi.application({"PATH_INFO": f"/{number}"}, lambda status, _: None)
+    print(answer.decode(), flush=True)
 
 order(31)
 if not (child := os.fork()):
@@ -88,23 +89,23 @@ order(33)
 """
 
 
-def test_a_web_server_that_forks(node: RunningNode, tmp_path: Path) -> None:
+def test_the_recipe_of_a_web_server_that_forks_runs(node: RunningNode, tmp_path: Path) -> None:
     (tmp_path / "wsgi.py").write_text(program("A web server that forks (gunicorn)", node.http_endpoint))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=BOUND_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     with node.client() as ball:
-        told = [ball.get(message_id) for message_id in done.stdout.split()]
-    assert [place.content and place.content.keys for place in told] == [
+        messages = [ball.get(message_id) for message_id in result.stdout.split()]
+    assert [message.content and message.content.keys for message in messages] == [
         ["order-31"],
         ["order-32"],
         ["order-33"],
     ]
 
 
-def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_of_a_worker_runs(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
     handler = recipe("A worker", node.http_endpoint).close_if_unpaid
     with node.client() as ball:
         ball.send_many(

@@ -1,4 +1,4 @@
-"""A process that compiles test files leaves what pytest reads."""
+"""A process that compiles test files writes the files that pytest reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_compiled_tests_are_read_by_pytest(tmp_path: Path, request: pytest.Fixtu
     os.utime(path, (1, 1))
     assert (
         rewrite._read_pyc(path, compiled_file(path)) is None
-    )  # the control: of another time, and so of another text
+    )  # the control: a file with another time counts as changed
 
 
 def test_kept_files_are_not_compiled_again(tmp_path: Path, request: pytest.FixtureRequest) -> None:

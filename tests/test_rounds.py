@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-Symbol = tuple[str, str]  # a module, and a name in it; of what a class has, with a dot before it
+Symbol = tuple[str, str]  # a module, and a name in it. Members of a class have a dot before it
 ASKED: frozenset[Symbol] = frozenset(
     {("tests", "rounds"), ("tests.rounds", "rounds"), ("tests.rounds", "IS_SIEGE")}
 )
@@ -26,84 +26,92 @@ def sources() -> dict[str, str]:
 
 
 def used(node: ast.AST) -> Iterator[str]:
-    """Yield the names that stand in a piece of code; a parameter may be a fixture."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            yield each.id
-        elif isinstance(each, ast.arg):
-            yield each.arg
-        elif isinstance(each, ast.Attribute):
-            yield f".{each.attr}"
+    """Yield the names in a piece of code. A parameter may be a fixture."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.arg):
+            yield child.arg
+        elif isinstance(child, ast.Attribute):
+            yield f".{child.attr}"
 
 
 def defined(body: Iterable[ast.stmt], dot: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Yield what a module defines by its names, and after a dot what its classes do; but no test."""
-    for each in body:
-        if isinstance(each, ast.ClassDef):
-            yield from defined(each.body, ".")
-        elif isinstance(each, Function) and not each.name.startswith("test"):
-            yield dot + each.name, each
-        elif isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
-            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
-            yield from ((dot + name.lstrip("."), each.value) for target in targets for name in used(target))
+    """Yield the definitions of a module by their names, and those of its classes after a dot, without tests."""
+    for statement in body:
+        if isinstance(statement, ast.ClassDef):
+            yield from defined(statement.body, ".")
+        elif isinstance(statement, Function) and not statement.name.startswith("test"):
+            yield dot + statement.name, statement
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            yield from (
+                (dot + name.lstrip("."), statement.value) for target in targets for name in used(target)
+            )
 
 
 def cases(
     body: Iterable[ast.stmt], *, marked: bool = False, prefix: str = ""
 ) -> Iterator[tuple[str, ast.AST, bool]]:
-    """Yield each test: its name, its code, and whether it carries the marker."""
+    """Yield the name and the code of each test, and whether it has the marker."""
     statements = list(body)
     marked |= any(
-        isinstance(each, ast.Assign) and "pytestmark" in used(each) and ".siege" in used(each)
-        for each in statements
+        isinstance(statement, ast.Assign) and "pytestmark" in used(statement) and ".siege" in used(statement)
+        for statement in statements
     )
-    for each in statements:
-        if not isinstance(each, ast.ClassDef | Function):
+    for statement in statements:
+        if not isinstance(statement, ast.ClassDef | Function):
             continue
-        is_marked = marked or any(".siege" in used(decorator) for decorator in each.decorator_list)
-        if isinstance(each, ast.ClassDef):
-            yield from cases(each.body, marked=is_marked, prefix=f"{prefix}{each.name}::")
-        elif each.name.startswith("test"):
-            yield prefix + each.name, each, is_marked
+        is_marked = marked or any(".siege" in used(decorator) for decorator in statement.decorator_list)
+        if isinstance(statement, ast.ClassDef):
+            yield from cases(statement.body, marked=is_marked, prefix=f"{prefix}{statement.name}::")
+        elif statement.name.startswith("test"):
+            yield prefix + statement.name, statement, is_marked
 
 
 def _is_conftest_of(conftest: str, module: str) -> bool:
+    """Check whether a module has the fixtures of this conftest."""
     return conftest.endswith(".conftest") and module.startswith(conftest.removesuffix("conftest"))
 
 
 def unmarked(texts: Mapping[str, str]) -> list[str]:
-    """Return the tests that have more rounds in a siege, and no marker."""
+    """Return the tests that have more rounds in a siege, but no marker."""
     growing, parsed = set(ASKED), dict[str, ast.Module]()
     while True:
-        before, found = len(growing), []
+        count_before, tests = len(growing), []
         for module, text in texts.items():
-            near = {of for of, _ in growing if of == module or _is_conftest_of(of, module)}
-            # A module that names none of the others is not parsed: most have nothing to do with it.
+            near = {source for source, _ in growing if source == module or _is_conftest_of(source, module)}
+            # A module that names none of the others is not parsed, and most modules do not.
             if (
                 module not in parsed
                 and not near
-                and not any(f"from {of} import" in text for of, _ in growing)
+                and not any(f"from {source} import" in text for source, _ in growing)
             ):
                 continue
             tree = parsed.setdefault(module, ast.parse(text))
-            imported = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
-            own = {name for of, name in growing if of in near}
-            # What classes of another module have may be inherited.
-            own |= {name for each in imported for of, name in growing if of == each.module and name[0] == "."}
+            imported = [statement for statement in ast.walk(tree) if isinstance(statement, ast.ImportFrom)]
+            own = {name for source, name in growing if source in near}
+            # Members of classes of another module may be inherited.
+            own |= {
+                name
+                for statement in imported
+                for source, name in growing
+                if source == statement.module and name[0] == "."
+            }
             own |= {
                 alias.asname or alias.name
-                for each in imported
-                for alias in each.names
-                if (each.module, alias.name) in growing
+                for statement in imported
+                for alias in statement.names
+                if (statement.module, alias.name) in growing
             }
             growing |= {(module, name) for name, code in defined(tree.body) if not own.isdisjoint(used(code))}
-            found += [
+            tests += [
                 f"{module}::{name}"
                 for name, code, is_marked in cases(tree.body)
                 if not is_marked and not own.isdisjoint(used(code))
             ]
-        if len(growing) == before:
-            return found
+        if len(growing) == count_before:
+            return tests
 
 
 def test_rounds_that_grow_in_a_siege_are_marked() -> None:
@@ -136,17 +144,17 @@ SIEGE = "@pytest.mark.siege\n"
     ],
 )
 def test_a_test_without_the_marker_is_noticed(texts: dict[str, str]) -> None:
-    (found,) = unmarked(texts)
-    assert found.startswith("tests.test_a::") and found.endswith("test_one")
-    whole = {
+    (test,) = unmarked(texts)
+    assert test.startswith("tests.test_a::") and test.endswith("test_one")
+    marked = {
         module: text.replace("    def test_", f"    {SIEGE}    def test_") for module, text in texts.items()
     }
     assert (
-        unmarked({module: f"pytestmark = pytest.mark.siege\n{text}" for module, text in whole.items()}) == []
+        unmarked({module: f"pytestmark = pytest.mark.siege\n{text}" for module, text in marked.items()}) == []
     )
 
 
-def test_a_name_that_is_another_s_is_not_meant() -> None:
+def test_a_function_of_the_same_name_does_not_need_the_marker() -> None:
     own = "def rounds(some, every): ...\ndef test_one():\n    rounds(1, 2)\n"
     assert unmarked({"tests.test_a": own}) == []
     assert (

@@ -1,4 +1,4 @@
-"""What pytest-xdist counts after each test does not grow with the tests that were run."""
+"""The count of pytest-xdist after each test does not grow with the number of tests that were run."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from tests.sharing import Sharing
 from xdist.scheduler import LoadGroupScheduling
 
 ALONE = 100
-NAMES = [f"test_alone[{number}]" for number in range(ALONE)] + [f"test_together[{n}]@one" for n in range(6)]
+NAMES = [f"test_alone[{number}]" for number in range(ALONE)] + [
+    f"test_together[{number}]@one" for number in range(6)
+]
 
 
 class Process:
-    """Stands for xdist's end of one process: what it was given, and has not run yet."""
+    """A stand-in for xdist's end of one process, with the tests that it has not run yet."""
 
     def __init__(self, name: str) -> None:
         self.gateway = SimpleNamespace(id=name)
-        self.given: list[int] = []
+        self.queued: list[int] = []
         self.ran: list[str] = []
         self.shutting_down = False
 
     def send_runtest_some(self, indexes: list[int]) -> None:
-        self.given += indexes
+        self.queued += indexes
 
     def shutdown(self) -> None:
         self.shutting_down = True
 
 
 def run(scheduler: type[LoadGroupScheduling]) -> tuple[list[Process], int]:
-    """Run all tests in two processes, a test at a time; return how many groups were counted at once at most."""
+    """Run all tests in two processes. Return these, and how many groups were counted at once at most."""
     counted: list[int] = []
 
-    class Noted(scheduler):  # type: ignore[valid-type, misc]
+    class Recording(scheduler):  # type: ignore[valid-type, misc]
         def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
             counted.append(len(workload))
             return int(super()._pending_of(workload))
@@ -42,18 +44,18 @@ def run(scheduler: type[LoadGroupScheduling]) -> tuple[list[Process], int]:
     options: Any = SimpleNamespace(
         getvalue=lambda _: ["2*popen"], option=SimpleNamespace(loadscopereorder=True)
     )
-    sharing: Any = Noted(options)
+    sharing: Any = Recording(options)
     processes = [Process("gw0"), Process("gw1")]
     for process in processes:
         sharing.add_node(process)
         sharing.add_node_collection(process, NAMES)
     sharing.schedule()
     for process in itertools.cycle(processes):
-        if process.given:
-            index = process.given.pop(0)
+        if process.queued:
+            index = process.queued.pop(0)
             process.ran.append(NAMES[index])
             sharing.mark_test_complete(process, index)
-        if not any(each.given for each in processes):
+        if not any(process.queued for process in processes):
             break
     assert sharing.tests_finished and not sharing.has_pending
     return processes, max(counted)
@@ -70,16 +72,16 @@ def test_groups_that_are_done_are_not_counted_again() -> None:
     assert run(Sharing)[1] <= 4
 
 
-def test_xdist_alone_counts_all_of_them() -> None:
-    """The reason for ours: when this fails, xdist has mended it, and tests/sharing.py may go."""
+def test_xdist_without_it_counts_all_groups() -> None:
+    """The reason for tests/sharing.py, which can be removed when this fails because xdist has changed."""
     assert run(LoadGroupScheduling)[1] > ALONE // 4
 
 
 @pytest.mark.parametrize(("dist", "ours"), [("loadgroup", True), ("load", False), ("no", False)])
-def test_it_takes_the_place_of_loadgroup_alone(
+def test_it_replaces_loadgroup_only(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, dist: str, ours: bool
 ) -> None:
     monkeypatch.setattr(pytestconfig.option, "dist", dist)
     monkeypatch.setattr(pytestconfig.option, "tx", ["popen"])
-    made = pytestconfig.hook.pytest_xdist_make_scheduler(config=pytestconfig, log=None)
-    assert isinstance(made, Sharing) == ours
+    scheduler = pytestconfig.hook.pytest_xdist_make_scheduler(config=pytestconfig, log=None)
+    assert isinstance(scheduler, Sharing) == ours

@@ -1,6 +1,6 @@
-"""The site of `make docs`: its links are made of those that the pages have, and no page is left out of it.
+"""The site of `make docs`: its links are made from those of the pages, and it has every page.
 
-mkdocs itself is there after `make docs`, and in `make slow`; without it the rewriting of links is tried alone.
+`make docs` and `make slow` install mkdocs. Without it only the rewriting of links is tested.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ needs_mkdocs = pytest.mark.skipif(
 
 
 def _hooks() -> object:
+    """Import the hooks of mkdocs."""
     spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,7 +47,7 @@ HOOKS = _hooks()
         ("http.md", "[x](decisions/0004-clock.md)", "[x](decisions/0004-clock.md)"),
         ("protocols/grpc.md", "[x](../../examples/rocketmq_grpc.py)", "x"),
         ("protocols/grpc.md", "[x](../cancel.md) [y](#codes)", "[x](../cancel.md) [y](#codes)"),
-        ("http.md", "[x](gone.md)", "[x](gone.md)"),  # mkdocs finds it, and fails
+        ("http.md", "[x](gone.md)", "[x](gone.md)"),  # mkdocs notices it, and fails
         ("index.md", "```\n[x](docs/http.md)\n```\n", "```\n[x](docs/http.md)\n```\n"),
     ],
 )
@@ -58,7 +59,7 @@ def test_headings_are_addressed_as_in_the_repository() -> None:
     assert HOOKS.heading_id("Sends, that are repeated: `now`", "-") == "sends-that-are-repeated-now"  # type: ignore[attr-defined]
 
 
-def test_each_page_that_is_named_is_there() -> None:
+def test_each_named_page_exists() -> None:
     named = re.findall(r": ([\w/.-]+\.md)$", page("mkdocs.yml"), re.M)
     own = set(HOOKS.BESIDE.values())  # type: ignore[attr-defined]
     assert len(named) > 10
@@ -67,7 +68,7 @@ def test_each_page_that_is_named_is_there() -> None:
 
 
 def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Build as `make docs` does. Not --quiet: mkdocs then counts no warnings, and fails for none."""
+    """Build as `make docs` does. With --quiet mkdocs would count no warnings, and would not fail."""
     assert "mkdocs build $(ARGS)" in page("Makefile")
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)],
@@ -81,23 +82,23 @@ def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @needs_mkdocs
-def test_the_site_is_whole_and_asks_no_other_host(tmp_path: Path) -> None:
-    ran = build(ROOT, tmp_path / "site")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+def test_the_site_has_all_pages_and_uses_no_other_host(tmp_path: Path) -> None:
+    result = build(ROOT, tmp_path / "site")
+    assert result.returncode == 0, result.stdout + result.stderr
     built = tmp_path / "site"
     pages = {path.relative_to(built).with_suffix(".md").as_posix() for path in built.rglob("*.html")}
     assert not {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - pages
     for path in built.rglob("*.html"):
-        asked = re.findall(
+        addresses = re.findall(
             r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?:[^\"> ]*)", path.read_text("utf-8")
         )
-        assert not asked, path.name
-    found = json.loads((built / "search/search_index.json").read_text("utf-8"))["docs"]
-    named = {each["location"] for each in found}
+        assert not addresses, path.name
+    entries = json.loads((built / "search/search_index.json").read_text("utf-8"))["docs"]
+    named = {entry["location"] for entry in entries}
     for verb in ("send_many", "pull", "consume", "get"):
         assert f"python-api.html#timeball.client.timeball.Timeball.{verb}" in named
     reference = (built / "python-api.html").read_text("utf-8")
-    assert "<blockquote>" not in reference, "an example that is no code"
+    assert "<blockquote>" not in reference, "an example is not shown as code"
 
 
 @pytest.mark.slow
@@ -115,5 +116,5 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, broken: str) 
     for name in ("src", "deploy", "examples", "tests", "benchmarks", "LICENSE"):
         (checkout / name).symlink_to(ROOT / name)
     (checkout / "docs/faq.md").write_text(page("docs/faq.md") + f"\n{broken}\n")
-    ran = build(checkout, tmp_path / "site")
-    assert ran.returncode == 1 and "gone" in ran.stderr, ran.stderr
+    result = build(checkout, tmp_path / "site")
+    assert result.returncode == 1 and "gone" in result.stderr, result.stderr

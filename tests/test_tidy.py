@@ -24,13 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # With test_prose.py in one process, which then reads and tokenizes the package once.
 pytestmark = pytest.mark.xdist_group("source")
 
-MAX_FILE_LINES = 800  # one subject may need them; a file of two subjects is cut before
-MAX_DESIGN_LINES = (
-    700  # placement, format and backlog of a design, without lines of comment: an hour's reading
-)
+MAX_FILE_LINES = 800  # one subject may need them; a file of two subjects is split
+MAX_DESIGN_LINES = 700  # of a design without comment lines: an hour's reading
 MAX_FUNCTION_LINES = 60  # code lines: without docstring, comments and blank lines
 LONG_FUNCTION_LINES = 40
-MAX_SHARE_OF_LONG_FUNCTIONS = 0.03  # a ratchet: lower it when the house does better
+MAX_SHARE_OF_LONG_FUNCTIONS = 0.03  # a ratchet: lower it when the share is lower
 
 # (rule, file or folder below src/timeball, why). A folder ends with "/".
 ALLOWED: list[tuple[str, str, str]] = [
@@ -54,11 +52,12 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
+        """The syntax tree."""
         return ast.parse(self.text)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """All nodes of the tree. A walk takes longer than any rule that looks at them."""
+        """All nodes of the tree. A walk takes longer than any rule over the nodes."""
         return list(ast.walk(self.tree))
 
     @property
@@ -68,12 +67,12 @@ class Source:
 
     @property
     def code_lines(self) -> set[int]:
-        """The lines that hold code: no docstring, no comment, not blank."""
+        """The lines with code: no docstring, no comment, not blank."""
         return self._lines[1]
 
     @cached_property
     def _lines(self) -> tuple[dict[int, str], set[int]]:
-        """The comments and the code lines: of one reading of the tokens."""
+        """The comments and the code lines, from one reading of the tokens."""
         blank = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
         comments: dict[int, str] = {}
         lines: set[int] = set()
@@ -98,22 +97,24 @@ class Source:
     @cached_property
     def functions(self) -> list[tuple[str, int, int]]:
         """Name, line, number of code lines of every function."""
-        found = []
+        functions = []
         for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                found.append((node.name, node.lineno, len(self.code_lines.intersection(span))))
-        return found
+                functions.append((node.name, node.lineno, len(self.code_lines.intersection(span))))
+        return functions
 
     @cached_property
     def names(self) -> list[tuple[str, int]]:
-        """Every name that is used, in full (`from time import time as t; t()`: time.time), and its line."""
+        """Every used name in full (`from time import time as t; t()`: time.time), and its line."""
         full: dict[str, str] = {}
         for node in self.nodes:
             if isinstance(node, ast.Import):
-                full.update({a.asname: a.name for a in node.names if a.asname})
+                full.update({alias.asname: alias.name for alias in node.names if alias.asname})
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                full.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+                full.update(
+                    {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                )
         used = []
         for node in self.nodes:
             if isinstance(node, ast.Name | ast.Attribute) and (dotted := dotted_name(node)):
@@ -123,11 +124,13 @@ class Source:
 
 
 def is_documented(node: ast.AST) -> bool:
+    """Check whether a node has a docstring."""
     scopes = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     return isinstance(node, scopes) and ast.get_docstring(node, clean=False) is not None
 
 
 def dotted_name(node: ast.AST) -> str | None:
+    """Return the name of an expression with all its dots, or None."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (head := dotted_name(node.value)):
@@ -156,29 +159,34 @@ VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 
 def too_long(source: Source) -> Iterator[str]:
+    """A file has a bounded number of lines."""
     lines = source.text.count("\n")
     if lines > MAX_FILE_LINES:
-        yield f"{lines}: a file has at most {MAX_FILE_LINES} lines; this is two things"
+        yield f"{lines}: a file has at most {MAX_FILE_LINES} lines; these are two subjects"
 
 
 def function_too_long(source: Source) -> Iterator[str]:
+    """A function has a bounded number of code lines."""
     for name, line, length in source.functions:
         if length > MAX_FUNCTION_LINES:
             yield f"{line}: {name} has {length} code lines, at most {MAX_FUNCTION_LINES} are allowed"
 
 
 def undocumented(source: Source) -> Iterator[str]:
+    """A module has a docstring."""
     if not (ast.get_docstring(source.tree) or "").strip():
         yield "1: a module opens with its argument, as a docstring"
 
 
 def reads_clock(source: Source) -> Iterator[str]:
+    """Only io/clock.py reads a clock."""
     for name, line in source.names:
         if name in CLOCKS:
             yield f"{line}: {name}: only io/clock.py reads a clock; take the time as an argument"
 
 
 def touches_disk(source: Source) -> Iterator[str]:
+    """Only io/files.py uses the disk."""
     for name, line in source.names:
         if name in DISK:
             yield f"{line}: {name}: only io/files.py opens, maps or syncs; take the files as an argument"
@@ -190,7 +198,7 @@ def touches_disk(source: Source) -> Iterator[str]:
 
 
 def is_path(node: ast.expr) -> bool:
-    """Does this look like a pathlib path? `Path(…)`, `a / b`, `path`, `self.data_path`."""
+    """Check whether an expression looks like a pathlib path: `Path(…)`, `a / b`, `path`, `self.data_path`."""
     if isinstance(node, ast.Call):
         return (dotted_name(node.func) or "").endswith("Path")
     if isinstance(node, ast.BinOp):
@@ -199,13 +207,14 @@ def is_path(node: ast.expr) -> bool:
 
 
 def unsafe(source: Source) -> Iterator[str]:
+    """No input is run as code."""
     for name, line in source.names:
         if name in UNSAFE_NAMES:
             yield f"{line}: {name} runs what it is given"
     for node in source.nodes:
         modules: list[str] = []
         if isinstance(node, ast.Import):
-            modules = [a.name for a in node.names]
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             modules = [node.module or ""]
         for module in modules:
@@ -214,6 +223,7 @@ def unsafe(source: Source) -> Iterator[str]:
 
 
 def broad_except(source: Source) -> Iterator[str]:
+    """A broad except has a reason."""
     for node in source.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
@@ -221,13 +231,13 @@ def broad_except(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: a bare except also catches the wish to stop; name what is expected"
             continue
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-        names = {dotted_name(c) for c in caught}
+        names = {dotted_name(kind) for kind in caught}
         if names & {"Exception", "BaseException"} and not has_reason(source, node.lineno):
             yield f"{node.lineno}: a broad except says why, in a comment above, beside or below it"
 
 
 def has_reason(source: Source, line: int) -> bool:
-    """Three words or more, on the line or next to it; a linter's pragma is no reason."""
+    """Check for a comment of three words or more, on the line or next to it. A linter's pragma is no reason."""
     for comment in (source.comments.get(near, "") for near in (line - 1, line, line + 1)):
         words = re.sub(r"(noqa|type: ignore|pragma)\S*( [A-Z]+\d+)*", "", comment)
         if len(re.findall(r"[A-Za-z]{2,}", words)) >= 3:
@@ -241,7 +251,7 @@ LOG_LINE = re.compile(r"[A-Za-z][^%=]*( [a-z_]+=(%[.\d]*[a-z]|\w+))*")
 
 
 def log_line(source: Source) -> Iterator[str]:
-    """What has happened, in words that can be searched for, then `name=value` for all that differs."""
+    """A log line has an event in constant words, then `name=value` for each varying value."""
     for node in source.nodes:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)):
             continue
@@ -253,7 +263,7 @@ def log_line(source: Source) -> Iterator[str]:
 
 
 def unnamed_caller(source: Source) -> Iterator[str]:
-    """An edge that leaves the caller out has the broker decide as if access were not controlled."""
+    """An edge passes the caller to the broker, which otherwise decides as if access were not controlled."""
     if source.path.parts[0] != "edges":
         return
     for node in source.nodes:
@@ -266,12 +276,16 @@ def unnamed_caller(source: Source) -> Iterator[str]:
         owner, verb = dotted_name(node.func.value) or "", node.func.attr
         if owner.rpartition(".")[2] not in ("broker", "_broker") or verb not in VERBS_OF_A_CALLER:
             continue
-        named = [dotted_name(each) or "" for each in [*node.args, *(k.value for k in node.keywords)]]
+        named = [
+            dotted_name(argument) or ""
+            for argument in [*node.args, *(keyword.value for keyword in node.keywords)]
+        ]
         if not any(name.rpartition(".")[2] == "caller" for name in named):
             yield f"{node.lineno}: {owner}.{verb}() without its caller does as ANONYMOUS"
 
 
 def vague_name(source: Source) -> Iterator[str]:
+    """A file or folder has no vague name."""
     for part in source.path.with_suffix("").parts:
         if part.strip("_") in VAGUE_NAMES:
             yield f"1: {part!r} says nothing about what is in it"
@@ -285,7 +299,7 @@ RULES: list[Callable[[Source], Iterator[str]]] = [
 
 # ---- rules for every tracked text file --------------------------------------------------------------------
 
-# Spelled in two halves, or this file would breach them.
+# The patterns are in two halves, because this file would breach them otherwise.
 LEFTOVER = re.compile(r"\b(?:FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.\-])/(?:ro" + r"ot|tmp/scr" + r"atch|wo" + r"rk)(?=/|\b(?![\w\-]))")
 DOWNLOAD = re.compile(
@@ -296,6 +310,7 @@ DOWNLOAD = re.compile(
 
 
 def text_breaches(path: str, text: str) -> Iterator[str]:
+    """Yield the breaches of the rules for text files."""
     for number, line in enumerate(text.splitlines(), 1):
         if LEFTOVER.search(line):
             yield f"{path}:{number}: a leftover; do it, or open an issue"
@@ -306,6 +321,7 @@ def text_breaches(path: str, text: str) -> Iterator[str]:
 
 
 def tracked_files() -> list[str]:
+    """Return the names of all files that git tracks."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listing.returncode:
         pytest.skip("not a git work tree")
@@ -319,17 +335,18 @@ def tracked_files() -> list[str]:
 def sources() -> list[Source]:
     """Read the package once for each process: to parse and tokenize it takes seconds."""
     package = ROOT / "src/timeball"
-    files = sorted(p for p in package.rglob("*.py") if "_generated" not in p.parts)
-    return [Source(PurePosixPath(p.relative_to(package)), p.read_text("utf-8")) for p in files]
+    files = sorted(path for path in package.rglob("*.py") if "_generated" not in path.parts)
+    return [Source(PurePosixPath(path.relative_to(package)), path.read_text("utf-8")) for path in files]
 
 
 @pytest.fixture(scope="module")
 def house() -> list[Source]:
+    """Return the sources of the package."""
     return sources()
 
 
 def allowance(rule: str, path: str) -> str | None:
-    """The entry of `ALLOWED` that covers this file."""
+    """Return the entry of `ALLOWED` that covers this file."""
     for name, place, _ in ALLOWED:
         if name == rule and (path == place or (place.endswith("/") and path.startswith(place))):
             return place
@@ -352,14 +369,18 @@ def test_every_allowance_names_a_place_and_a_reason(house: list[Source]) -> None
     paths = {str(source.path) for source in house}
     for rule, place, reason in ALLOWED:
         assert rule in names, rule
-        assert len(reason.split()) >= 3, f"{place}: say why"
-        known = place in paths or any(path.startswith(place) for path in paths if place.endswith("/"))
-        assert known, f"{place} is gone: take it out of ALLOWED"
+        assert len(reason.split()) >= 3, f"{place}: give a reason"
+        exists = place in paths or any(path.startswith(place) for path in paths if place.endswith("/"))
+        assert exists, f"{place} does not exist: remove it from ALLOWED"
 
 
 def test_few_functions_are_long(house: list[Source]) -> None:
     functions = [(source.path, *function) for source in house for function in source.functions]
-    long = [f"{path}:{line}: {name} {n}" for path, name, line, n in functions if n > LONG_FUNCTION_LINES]
+    long = [
+        f"{path}:{line}: {name} {length}"
+        for path, name, line, length in functions
+        if length > LONG_FUNCTION_LINES
+    ]
     allowed = max(1, int(len(functions) * MAX_SHARE_OF_LONG_FUNCTIONS))
     assert len(long) <= allowed, f"{len(long)} of {len(functions)} functions are long:\n" + "\n".join(long)
 
@@ -371,7 +392,7 @@ def test_a_design_is_read_in_an_hour(design: str) -> None:
     assert 100 <= lines <= MAX_DESIGN_LINES
 
 
-def test_tracked_files_name_no_machine_no_download_and_leave_nothing_over() -> None:
+def test_tracked_files_have_no_paths_of_machines_no_downloads_and_no_leftovers() -> None:
     breaches: list[str] = []
     for name in tracked_files():
         try:

@@ -1,6 +1,6 @@
 """Users have complete types: mypy is strict with the examples and with the programs of the pages.
 
-A program of a page may leave out the types of its own functions. mypy checks their bodies all the same.
+A program of a page may leave out the types of its own functions. mypy checks their bodies nevertheless.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.docs_pages import DOCS, PAGES, ROOT
 
 PROGRAM = re.compile(r'^ *```python(?: title="([\w./]+)")?\n(.*?)^ *```', re.M | re.S)
-# Their own functions have no types, and frameworks without types decorate them.
+# The programs' own functions have no types, and frameworks without types decorate them.
 AS_ON_A_PAGE = [
     "--allow-untyped-defs",
     "--allow-incomplete-defs",
@@ -44,13 +44,13 @@ def write_programs(folder: Path) -> int:
     """Write the programs of the pages. Those of a page that names their files are in a folder. Returns their number."""
     count = 0
     for page in PAGES:
-        found = PROGRAM.findall(page.read_text("utf-8"))
+        programs = PROGRAM.findall(page.read_text("utf-8"))
         if str(page.relative_to(ROOT)) in LEFT_OUT:
             continue
         name = page.stem.replace("-", "_").lower()
-        if found and page.parent == DOCS / "pipeline":  # a program goes on from the ones before it
-            found = [("", "".join(code for _, code in found))]
-        for number, (title, code) in enumerate(found):
+        if programs and page.parent == DOCS / "pipeline":  # a program continues the ones before it
+            programs = [("", "".join(code for _, code in programs))]
+        for number, (title, code) in enumerate(programs):
             path = folder / (f"{name}/{title}" if title else f"untitled/{name}_{number}.py")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(code)
@@ -59,8 +59,8 @@ def write_programs(folder: Path) -> int:
 
 
 def errors(*arguments: str, folder: Path) -> list[str]:
-    """The errors that mypy reports."""
-    done = subprocess.run(
+    """Return the errors that mypy reports."""
+    result = subprocess.run(
         [
             sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict",
             "--cache-dir", str(ROOT / ".mypy_cache" / "users"), "--explicit-package-bases", "--no-error-summary",
@@ -68,8 +68,8 @@ def errors(*arguments: str, folder: Path) -> list[str]:
         ],
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode in (0, 1), done.stderr
-    return [line for line in done.stdout.splitlines() if ": note: " not in line]
+    assert result.returncode in (0, 1), result.stderr
+    return [line for line in result.stdout.splitlines() if ": note: " not in line]
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_mypy_is_strict_with_the_examples() -> None:
 @pytest.mark.slow
 def test_mypy_is_strict_with_the_programs_of_the_pages(tmp_path: Path) -> None:
     assert write_programs(tmp_path) >= 25
-    found = [
+    reported = [
         error for folder in sorted(tmp_path.iterdir()) for error in errors(*AS_ON_A_PAGE, ".", folder=folder)
     ]
-    assert found == []
+    assert reported == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Upgrades and versions: the commands of the pages are taken and run, and the formats are those of their pages."""
+"""Upgrades and versions: the commands of the pages run, and the formats are those of their pages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the settings file that the commands of a cluster name."""
+    """Make a folder with the settings file that the commands of a cluster name, and change to it."""
     (tmp_path / "timeball.toml").write_text('cluster = "shop"\netcd = "http://127.0.0.1:1"\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_command_line_takes_every_command_that_is_shown(settings: Path) -> None:
+def test_the_command_line_accepts_every_command_of_the_page(settings: Path) -> None:
     shown = list(command_lines(UPGRADE))
     assert {words[0] for words in shown} == {
         "status", "backup", "dump", "groups", "cluster", "kafka", "pipeline", "audit", "restore", "serve",
@@ -46,19 +46,22 @@ def test_the_command_line_takes_every_command_that_is_shown(settings: Path) -> N
 
 
 def test_the_commands_around_an_upgrade_run_on_one_machine(tmp_path: Path) -> None:
-    """Before, after and back: a folder, its backup, and a broker on what was restored."""
-    here = str(tmp_path)
+    """Before, after and back: a folder, its backup, and a broker on the restored folder."""
+    folder = str(tmp_path)
 
-    def run(heading: str, node: RunningNode, *leave_out: str) -> list[str]:
-        said = []
+    def run(heading: str, node: RunningNode, *left_out: str) -> list[str]:
+        """Run the commands of a section, and return their outputs."""
+        outputs = []
         for words in command_lines(section(UPGRADE, heading)):
-            if words[0] in leave_out:
+            if words[0] in left_out:
                 continue
-            own = [word.replace("/var/lib", here).replace("/backups", f"{here}/backups") for word in words]
-            ran = run_here(*own, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
-            assert ran.returncode == 0, (own, ran.stdout, ran.stderr)
-            said.append(ran.stdout)
-        return said
+            own = [
+                word.replace("/var/lib", folder).replace("/backups", f"{folder}/backups") for word in words
+            ]
+            result = run_here(*own, TIMEBALL_ENDPOINT=node.http_endpoint, TIMEBALL_FLIGHT=node.endpoint)
+            assert result.returncode == 0, (own, result.stdout, result.stderr)
+            outputs.append(result.stdout)
+        return outputs
 
     (tmp_path / "backups").mkdir()
     with running_node(tmp_path / "timeball") as node, node.client() as ball:
@@ -70,15 +73,15 @@ def test_the_commands_around_an_upgrade_run_on_one_machine(tmp_path: Path) -> No
         assert json.loads(after[0])["waiting_messages"] == json.loads(before[0])["waiting_messages"] == 1
         run("Back to the older version", node, "serve")
     with running_node(tmp_path / "timeball-before") as node:
-        found = run_here("get", "17", "--json", TIMEBALL_ENDPOINT=node.http_endpoint)
-        assert found.returncode == 0 and "waiting" in found.stdout
+        result = run_here("get", "17", "--json", TIMEBALL_ENDPOINT=node.http_endpoint)
+        assert result.returncode == 0 and "waiting" in result.stdout
 
 
 def test_the_formats_and_their_versions_are_those_of_their_pages() -> None:
-    told = dict(re.findall(r"^\| \[[^]]+\]\(formats/([\w-]+)\.md\) \| (\d+) \|", VERSIONING, re.MULTILINE))
+    listed = dict(re.findall(r"^\| \[[^]]+\]\(formats/([\w-]+)\.md\) \| (\d+) \|", VERSIONING, re.MULTILINE))
     newest = {}
     for path in (DOCS / "formats").glob("*.md"):
         rows = re.findall(r"^\| (\d+) \| \S", section(path.read_text("utf-8"), "Versions"), re.MULTILINE)
         newest[path.stem] = str(max(map(int, rows)))
-    assert told == newest and len(told) == 7
+    assert listed == newest and len(listed) == 7
     assert f"| data folder (`FORMAT`) | {FORMAT_VERSION} |" in VERSIONING

@@ -1,4 +1,4 @@
-"""The page that `make versus` writes says what the figures say. That it runs: tests/interop/test_versus.py."""
+"""The page that `make versus` writes agrees with the figures. tests/interop/test_versus.py runs the command."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ SEND, BURST, ONE = Row("send 64x1", "msg/s"), Row("burst", "s", "lower"), Row("d
 
 
 def figures(*, small: bool = False, busy: bool = False) -> Figures:
-    found = Figures(
+    """Return figures of two brokers that are made up."""
+    result = Figures(
         {"CPU": "A CPU", "cores": "2", "disk": "vda ext4"}, "2026-11-23", 3, small, 200_000, busy, (0.2, 1.9),
         "Not measured: the network.",
     )  # fmt: skip
     for _ in range(2):
-        found.name_peer("RocketMQ", "RocketMQ 5.5.0, SYNC_FLUSH")
-        found.name_peer("Timeball", "Timeball 0.1.0, sync")
+        result.name_peer("RocketMQ", "RocketMQ 5.5.0, SYNC_FLUSH")
+        result.name_peer("Timeball", "Timeball 0.1.0, sync")
     for value in (900.0, 1_000.0, 5_000.0):
-        found.add("RocketMQ", [SEND], [Sample(value, 1.0, 10.0, 88.44)])
+        result.add("RocketMQ", [SEND], [Sample(value, 1.0, 10.0, 88.44)])
     for value, failures in ((730.0, 0), (2_000.0, 2), (10.0, 1)):
-        found.add("Timeball", [SEND], [Sample(value, 5.0, 10.25, 73.06, failures)])
-    found.add("RocketMQ", [BURST], [Sample(3.4)])
-    found.add("Timeball", [BURST, ONE], [Sample(0.62), Sample(855.0)])
-    return found
+        result.add("Timeball", [SEND], [Sample(value, 5.0, 10.25, 73.06, failures)])
+    result.add("RocketMQ", [BURST], [Sample(3.4)])
+    result.add("Timeball", [BURST, ONE], [Sample(0.62), Sample(855.0)])
+    return result
 
 
 def test_a_row_has_medians_a_ratio_latencies_and_cpu() -> None:
@@ -49,7 +50,7 @@ def test_a_row_has_medians_a_ratio_latencies_and_cpu() -> None:
     assert one == "| disk, MB |  | 855 |  |  |  |  |  |"
 
 
-def test_the_page_says_how_it_was_measured_and_what_failed() -> None:
+def test_the_page_names_the_measurement_and_its_failures() -> None:
     text = page(figures())
     assert text.startswith("# Timeball beside RocketMQ\n")
     assert "median of 3 rounds" in " ".join(text.split()) and "200,000 scheduled messages" in text
@@ -63,7 +64,7 @@ def test_the_page_says_how_it_was_measured_and_what_failed() -> None:
     assert BUSY not in text and SMALL not in text
 
 
-def test_the_page_of_a_busy_machine_or_a_small_run_says_so() -> None:
+def test_the_page_of_a_busy_machine_or_a_small_run_has_a_note() -> None:
     assert BUSY in page(figures(busy=True)) and SMALL in page(figures(small=True))
 
 
@@ -78,13 +79,14 @@ def test_the_document_has_each_sample() -> None:
 
 
 def stored(due_ms: int, store_ms: int) -> StoredMessage:
+    """Return a stored message with these times."""
     body = f"{due_ms}....".encode()
     return StoredMessage(0, "t", 0, 0, body, {}, 0, 0, 0, NO_HOST, store_ms, NO_HOST, 0, 0)
 
 
 def test_a_scheduled_message_that_is_early_missing_or_doubled_is_noticed() -> None:
     due_ms = 1_790_000_000_000
-    good = [stored(due_ms + n, due_ms + n) for n in range(5)]
+    good = [stored(due_ms + number, due_ms + number) for number in range(5)]
     assert wrong(good, 5) == 0
     assert wrong([*good, stored(due_ms, due_ms - 1)], 6) == 1
     assert wrong(good[1:], 5) == 1
@@ -92,33 +94,33 @@ def test_a_scheduled_message_that_is_early_missing_or_doubled_is_noticed() -> No
 
 
 def test_rows_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         main(["--rows", "send,sned"])
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     assert "no rows named sned: there are send," in capsys.readouterr().err
 
 
-def test_memory_is_put_to_use_until_little_is_free(tmp_path: Path) -> None:
+def test_memory_is_filled_until_little_is_free(tmp_path: Path) -> None:
     free_bytes = iter([2 * FREE_BYTES, 2 * FREE_BYTES, FREE_BYTES, FREE_BYTES, 2 * FREE_BYTES, 0])
     cache = PageCache(tmp_path, lambda: next(free_bytes))
     assert [cache.fill() for _ in range(3)] == [2 * STEP_BYTES, 0, STEP_BYTES]
-    assert (tmp_path / "page-cache").stat().st_blocks == 0, "nothing of it is on the disk"
+    assert (tmp_path / "page-cache").stat().st_blocks == 0, "no byte of it is on the disk"
     cache.close()
 
 
 def test_the_table_at_the_consumer_marks_brokers_that_are_not_durable() -> None:
-    found, steady = figures(), Row("steady 2,000/s", "msg/s")
+    result, steady = figures(), Row("steady 2,000/s", "msg/s")
     redis, nats = ConsumerPeer("Redis", "Redis, always", True), ConsumerPeer("NATS", "NATS, 2 minutes", False)
     for value in (1_900.0, 2_000.0, 2_100.0):
-        found.at_consumer.add(redis, steady, Sample(value, 2.0, 12.0, 94.04))
-    found.at_consumer.add(nats, steady, Sample(math.nan, failures=3))
-    _, _, first, second = found.at_consumer.table()
+        result.at_consumer.add(redis, steady, Sample(value, 2.0, 12.0, 94.04))
+    result.at_consumer.add(nats, steady, Sample(math.nan, failures=3))
+    _, _, first, second = result.at_consumer.table()
     assert first == "| steady 2,000/s | Redis | 2,000 msg/s | 2/12 | 94 |"
     assert second == "|  | NATS (**not durable**) | not reached |  |  |"
-    text = page(found)
+    text = page(result)
     assert "## At the consumer" in text and "- Redis, always\n- NATS, 2 minutes\n" in text
     assert "Messages that failed: NATS, steady 2,000/s: 3." in text
-    assert found.as_dict()["at_consumer"]["rows"][0]["name"] == "steady 2,000/s"  # type: ignore[index, call-overload]
+    assert result.as_dict()["at_consumer"]["rows"][0]["name"] == "steady 2,000/s"  # type: ignore[index, call-overload]
 
 
 def test_a_run_of_one_table_keeps_the_other_table_of_the_page() -> None:
@@ -160,17 +162,17 @@ def test_the_order_of_the_brokers_is_swapped_in_each_round() -> None:
 
 
 def test_a_run_of_deliveries_alone_has_a_table_a_page_and_a_document() -> None:
-    found = Figures(
+    result = Figures(
         {"CPU": "A CPU"}, "2026-11-29", 1, False, 0, False, (0.2, 1.9), "Not measured: the network."
     )
-    ours = ConsumerPeer("Timeball, HTTP", "Timeball 0.1.0, sync", True)
+    peer = ConsumerPeer("Timeball, HTTP", "Timeball 0.1.0, sync", True)
     for name in ("Timeball, HTTP", "Timeball, Python client"):
-        found.at_consumer.add(
-            ConsumerPeer(name, ours.settings, True), Row("burst", "s", "lower"), Sample(math.nan)
+        result.at_consumer.add(
+            ConsumerPeer(name, peer.settings, True), Row("burst", "s", "lower"), Sample(math.nan)
         )
-    assert found.table() == []
-    assert page(found).count("- Timeball 0.1.0, sync") == 1
-    assert "NaN" not in json.dumps(found.as_dict())
+    assert result.table() == []
+    assert page(result).count("- Timeball 0.1.0, sync") == 1
+    assert "NaN" not in json.dumps(result.as_dict())
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,8 @@ def test_an_answer_is_taken_when_it_is_complete(client: str, answer: bytes) -> N
         data.append(byte)
         assert wire.answer(data) is None
     data += answer[-1:] + answer[:1]
-    found = wire.answer(data)
-    assert found is not None and wire.token(7, 1_800_000_000_000, found) and data == answer[:1]
+    taken = wire.answer(data)
+    assert taken is not None and wire.token(7, 1_800_000_000_000, taken) and data == answer[:1]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_an_answer_is_taken_when_it_is_complete(client: str, answer: bytes) -> N
 )
 def test_a_refused_message_is_noticed(client: str, answer: bytes) -> None:
     wire = small_calls.WIRES[client]
-    found = wire.answer(bytearray(answer))
+    taken = wire.answer(bytearray(answer))
     assert (
-        found is not None and wire.token(7, 1_800_000_000_000, found) is None and not wire.is_cancelled(found)
+        taken is not None and wire.token(7, 1_800_000_000_000, taken) is None and not wire.is_cancelled(taken)
     )

@@ -1,6 +1,6 @@
-"""How many files one message passes through: upper bounds, which are lowered as the ways get shorter.
+"""The number of files that one message passes through: upper bounds, which are lowered as the walks get shorter.
 
-A reader follows a message from file to file. A new stage on a way shows here before it shows in a benchmark.
+A reader follows a message from file to file. A new stage on a walk is noticed here before a benchmark shows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from timeball.model import limits
 from timeball.model.message import encode_properties
 from timeball.schedule import scheduler
 
-# Walk -> files, changes of file. Lower a bound as soon as the way is shorter. The goal of a send is 18 files and 45
+# Walk -> files, changes of file. Lower a bound as soon as the walk is shorter. The goal of a send is 18 files and 45
 # changes, of which the changes are reached; that of a message that comes due (20 files) is. That of a receive was 25
 # and 90, and was reached while a library carried HTTP/2: six files do now (decisions 0041 and 0050), with 30 changes
 # among them. Its lease is made as values, by a file more, which costs half of what columns do.
@@ -32,13 +32,14 @@ RECEIVE_MAX = (24, 84) if COMPILED is not None else (25, 88)
 RELEASE_MAX = (21, 61)
 
 TRIES = 10  # the node's own maintenance, or a busy machine, may lengthen some of them
-SLACK = 6  # a bound that has become this loose is lowered with the change that did it
+SLACK = 6  # a bound that is this loose is lowered with the change that shortened the walk
 NEAR_MS = 700  # far enough to be acknowledged before it is due, near enough to be in memory at once
-WATCHED_MS = 100  # of that, the time watched: what the node does by itself every second is rarely in it
+WATCHED_MS = 100  # the watched part of NEAR_MS: regular work of the node is rarely in it
 
 
 @pytest.fixture(scope="module")
 def walks() -> Iterator[Walks]:
+    """Return walks that are installed before the node starts."""
     walks = Walks()
     with walks.installed():
         yield walks
@@ -46,6 +47,7 @@ def walks() -> Iterator[Walks]:
 
 @pytest.fixture(scope="module")
 def node(walks: Walks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """Run a node whose threads are watched."""
     with running_node(tmp_path_factory.mktemp("walks") / "data") as running:
         running.run(running.broker.create_topic("orders", 4))
         yield running
@@ -58,27 +60,28 @@ def check(
     prepare: Callable[[], object],
     request: Callable[[], object],
 ) -> None:
-    """Refuse a walk that is longer than its bound, or so much shorter that the bound is of no use."""
-    found = []
+    """Refuse a walk that is longer than its bound, or so much shorter that the bound is useless."""
+    tries = []
     for _ in range(TRIES):
         prepare()
         idle(node)
-        found.append(walks.of(lambda: (request(), idle(node))))
-        # One that is much shorter was watched too late on a busy machine, or all of them are.
-        if within(found[-1], bound) and len(found[-1].files) > bound[0] - SLACK:
+        tries.append(walks.of(lambda: (request(), idle(node))))
+        # A walk that is much shorter was watched too late on a busy machine, or all of them are short.
+        if within(tries[-1], bound) and len(tries[-1].files) > bound[0] - SLACK:
             return
-    shortest = min(found, key=lambda walk: (not walk.files, walk.changes))
+    shortest = min(tries, key=lambda walk: (not walk.files, walk.changes))
     assert within(shortest, bound), f"at most {bound}, but this is\n{shortest}"
     raise AssertionError(f"lower the bound {bound}: this is\n{shortest}")
 
 
 def within(walk: Walk, bound: tuple[int, int]) -> bool:
+    """Check whether a walk is within a bound."""
     files, changes = bound
     return len(walk.files) <= files and walk.changes <= changes
 
 
 def idle(node: RunningNode) -> None:
-    """Wait until the node's loop has run what the last request left ready to run."""
+    """Wait until the node's loop has run the callbacks of the last request."""
 
     async def turns() -> None:
         for _ in range(20):
@@ -88,6 +91,7 @@ def idle(node: RunningNode) -> None:
 
 
 def send_delayed(wire: Wire, in_ms: int = 3_600_000) -> None:
+    """Send a message that is due later."""
     due_ms = time.time_ns() // 1_000_000 + in_ms
     properties = {"UNIQ_KEY": "AB" * 16, "WAIT": "true", "TIMER_DELIVER_MS": str(due_ms)}
     wire.ask_ok(
@@ -97,6 +101,7 @@ def send_delayed(wire: Wire, in_ms: int = 3_600_000) -> None:
 
 
 def visible(node: RunningNode) -> int:
+    """Count the visible messages of the topic."""
     return sum(high for _, high in node.broker.queues("orders").values())
 
 
@@ -125,7 +130,7 @@ def test_a_receive_of_one_message_over_grpc(walks: Walks, node: RunningNode) -> 
 def test_a_due_message_becomes_visible(
     walks: Walks, node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Once a second the scheduler moves its mark, for all that was settled meanwhile: that is no one message's way.
+    # Once a second the scheduler moves its mark over all settled messages: that is not part of a message's walk.
     monkeypatch.setattr(scheduler, "MARK_EVERY_MS", limits.HOUR_MS)
     with Wire.to(node) as wire:
         before = 0
@@ -146,14 +151,14 @@ def test_a_due_message_becomes_visible(
 
 
 def test_a_walk_sees_a_stage_more() -> None:
-    """The control: the same send with one more file on its way is over a bound that fits it."""
+    """The control: the same walk with one more file is over a bound that fits it."""
     walk = Walk((("a", "b", "a"), ("c",)))
     longer = Walk((("a", "b", "d", "a"), ("c",)))
     bound = (len(walk.files), walk.changes)
     assert within(walk, bound) and not within(longer, bound)
 
 
-def test_a_walk_counts_what_it_should() -> None:
+def test_a_walk_counts_files_and_changes_of_file() -> None:
     walk = Walk((("a", "a", "b", "a"), ("c",)))
     assert (len(walk.files), walk.changes) == (3, 2)
     assert list(entered(("a", "a", "b", "a"))) == ["a", "b", "a"]

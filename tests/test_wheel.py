@@ -1,9 +1,9 @@
-"""The package as a stranger gets it: the files of `make release`, installed outside of the tree, on each Python here.
+"""The package as users get it: the files of `make release`, installed outside of the tree, on each Python here.
 
-`make wheel-check` runs this file alone. An editable installation (`make setup`) finds what lies in `src`, built or
-not; only a wheel shows what was left out of it.
+`make wheel-check` runs this file alone. An editable installation (`make setup`) finds all files in `src`, built or
+not. Only a wheel shows which files it lacks.
 
-The tools are there after `make release`, and in `make slow`.
+`make release` and `make slow` install the tools.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ pytestmark = [
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """Run a command without the package's source in reach; fail with what it printed."""
-    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}}
-    said = subprocess.run(
+    """Run a command without the package's source on the path. Returns its output, which a failure shows."""
+    excluded = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
+    variables = {name: value for name, value in os.environ.items() if name not in excluded}
+    result = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
         text=True,
         check=False,
-        env={**kept, **environment},
+        env={**variables, **environment},
     )
-    assert said.returncode == 0, f"{command}:\n{said.stdout[-4000:]}\n{said.stderr[-4000:]}"
-    return said.stdout
+    assert result.returncode == 0, f"{command}:\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
 
 
 def commit_of_the_tree(folder: Path) -> Path:
     """Copy the tracked files as they are now into a repository of their own, and commit them."""
-    listed = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in filter(None, listed.split("\0")):
+    listing = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, listing.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -82,7 +83,7 @@ def commit_of_the_tree(folder: Path) -> Path:
 def release(folder: Path, **environment: str) -> Path:
     """Run `make release` there with the tools that are installed here. Return the folder of the files."""
     installed = [f"--old-file=.venv/{name}" for name in (".base", ".installed", ".built", "release")]
-    # Every wheel takes a minute to compile: but in a siege, the one for this Python and that of the stable ABI.
+    # A wheel takes a minute to compile. Outside of a siege: the one for this Python and that of the stable ABI.
     versions = " ".join(rounds(1, 0) * [f"{sys.version_info[0]}.{sys.version_info[1]}"])
     run("make", "-C", folder, *installed, "release", f"PYTHONS={versions}", **environment)
     return folder / "dist"
@@ -90,6 +91,8 @@ def release(folder: Path, **environment: str) -> Path:
 
 @dataclass(frozen=True)
 class Built:
+    """The files of a release."""
+
     folder: Path
     sdists: list[Path]  # of the client and of the broker
     client: Path
@@ -101,7 +104,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The release of the tracked files as they are now."""
+    """Release the tracked files as they are now."""
     if not list((ROOT / "src").rglob("*.so")):
         pytest.skip("no C compiler with Python's headers here")
     folder = release(commit_of_the_tree(tmp_path_factory.mktemp("clean")))
@@ -120,12 +123,12 @@ def test_a_release_has_sdist_wheels_bills_and_sums(built: Built) -> None:
         "SHA256SUMS",
         *bills,
     }
-    summed = run("env", f"--chdir={built.folder}", "sha256sum", "--strict", "--check", "SHA256SUMS")
-    assert set(re.findall(r"^(.+): OK$", summed, re.M)) == names - {"SHA256SUMS"}
+    checked = run("env", f"--chdir={built.folder}", "sha256sum", "--strict", "--check", "SHA256SUMS")
+    assert set(re.findall(r"^(.+): OK$", checked, re.M)) == names - {"SHA256SUMS"}
 
 
 @only_in_a_siege
-def test_a_commit_gives_the_same_bytes_elsewhere(built: Built, tmp_path: Path) -> None:
+def test_a_commit_gives_the_same_bytes_in_another_environment(built: Built, tmp_path: Path) -> None:
     """In a folder of another name, with other times and modes, in another zone."""
     tree = commit_of_the_tree(tmp_path / "another-name")
     for path in tree.rglob("*.py"):
@@ -134,7 +137,7 @@ def test_a_commit_gives_the_same_bytes_elsewhere(built: Built, tmp_path: Path) -
     assert (elsewhere / "SHA256SUMS").read_text() == (built.folder / "SHA256SUMS").read_text()
 
 
-def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
+def test_a_release_of_uncommitted_changes_is_refused(tmp_path: Path) -> None:
     tree = commit_of_the_tree(tmp_path / "changed")
     (tree / "src/timeball/left_over.py").write_text("")
     with pytest.raises(AssertionError, match="commit your changes first"):
@@ -142,6 +145,7 @@ def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
 
 
 def compiled_modules(wheel: Path) -> list[str]:
+    """Return the compiled modules of a wheel, which has no sources of them and no symbols for debuggers."""
     with zipfile.ZipFile(wheel) as files:
         names = files.namelist()
         assert not [name for name in names if name.endswith(".so") and b".debug_info" in files.read(name)]
@@ -158,18 +162,18 @@ def test_each_compiled_wheel_carries_the_whole_codec(built: Built) -> None:
         end = (
             "abi3" if abi == "abi3" else f"cpython-{python.removeprefix('cp')}-{platform.machine()}-linux-gnu"
         )
-        wanted = [str(path.relative_to(ROOT / "src").with_suffix(f".{end}.so")) for path in sources]
-        assert compiled_modules(wheel) == sorted(wanted)
+        expected = [str(path.relative_to(ROOT / "src").with_suffix(f".{end}.so")) for path in sources]
+        assert compiled_modules(wheel) == sorted(expected)
         assert (python, abi) == ("cp311", "abi3") or python == abi
 
 
-def test_without_a_compiler_the_wheel_is_whole_and_for_every_machine(built: Built) -> None:
+def test_the_wheel_without_compiled_modules_is_for_every_machine(built: Built) -> None:
     assert compiled_modules(built.pure) == []
     assert built.pure.name.endswith("-py3-none-any.whl") and built.client.name.endswith("-py3-none-any.whl")
 
 
-def opened(wheel: Path) -> tuple[set[str], Message]:
-    """The names of a wheel's files, and its metadata."""
+def contents_of(wheel: Path) -> tuple[set[str], Message]:
+    """Return the names of a wheel's files, and its metadata."""
     with zipfile.ZipFile(wheel) as files:
         names = set(files.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -177,7 +181,7 @@ def opened(wheel: Path) -> tuple[set[str], Message]:
 
 
 def test_the_wheels_hold_each_file_once_and_the_page_for_the_registry(built: Built) -> None:
-    (client, about), (broker, about_broker) = opened(built.client), opened(built.compiled[0])
+    (client, about), (broker, about_broker) = contents_of(built.client), contents_of(built.compiled[0])
     assert not client & broker
     assert {f"{STUBS}/{name}" for name in STUB_FILES} <= broker
     assert {"timeball/__init__.py", "timeball/py.typed", "timeball/client/timeball.py"} <= client
@@ -188,32 +192,32 @@ def test_the_wheels_hold_each_file_once_and_the_page_for_the_registry(built: Bui
     for fields in (about, about_broker):
         assert fields["Author"] and fields["Description-Content-Type"] == "text/markdown"
         assert "# Timeball" in str(fields.get_payload())
-        told = fields.get_all("Classifier", [])
-        assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= set(told)
+        classifiers = fields.get_all("Classifier", [])
+        assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= set(classifiers)
     assert {"broker", "spark", "picture", "all"} <= set(about.get_all("Provides-Extra", []))
     assert about_broker.get_all("Requires-Dist", []) == [f"timeball=={__version__}"]
 
 
-def test_the_sdists_can_be_built_from(built: Built) -> None:
-    wanted = [
+def test_the_sdists_have_all_files_for_a_build(built: Built) -> None:
+    expected = [
         {"src/timeball/py.typed"},
         {"setup.py", "src/timeball/__init__.py", "src/timeball/log/format.py"},
     ]
     assert [path.name.split("-")[0] for path in built.sdists] == ["timeball", "timeball_broker"]
-    for path, files in zip(built.sdists, wanted, strict=True):
+    for path, files in zip(built.sdists, expected, strict=True):
         with tarfile.open(path) as sdist:
             names = {name.partition("/")[2] for name in sdist.getnames()}
         assert {"pyproject.toml", "README.md", "LICENSE", *files} <= names
 
 
 def new_environment(python: str, folder: Path) -> list[str]:
-    """Make an environment of this Python; return the command of the pip that installs into it, which is ours."""
+    """Make an environment of this Python. Returns the command of the own pip that installs into it."""
     run(python, "-m", "venv", "--without-pip", folder)
-    ours = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
-    return [*ours, str(folder / "bin/python")]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
+    return [*pip, str(folder / "bin/python")]
 
 
-# Without compiling all that is installed: a fraction of it is imported.
+# The installed files are not compiled, because few of them are imported.
 QUICK = ["--quiet", "--no-compile", "--no-deps"]
 
 
@@ -228,21 +232,21 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
     release = ("--no-index", "--find-links", built.folder)
     run(*pip, "install", "--quiet", "--no-compile", *release, "timeball[broker]")
     timeball = tmp_path / "env/bin/timeball"
-    with served(timeball, tmp_path / "data") as (endpoint, ended):
+    with served(timeball, tmp_path / "data") as (endpoint, exit_code):
         at = ("--endpoint", endpoint, "--json")
         run(timeball, "schedule", "orders", "close order 17 if unpaid", "--after", "1s", *at)
         (line,) = run(timeball, "pull", "orders", "--wait", "60s", *at).splitlines()
         assert json.loads(line)["body"] == "close order 17 if unpaid"
         codec = json.loads(run(timeball, "status", *at))["codec"]
         assert codec == "compiled"
-    assert ended() == 0
+    assert exit_code() == 0
 
     run(*pip, "install", *QUICK, "--force-reinstall", built.pure)
-    with served(timeball, tmp_path / "data") as (endpoint, ended):
+    with served(timeball, tmp_path / "data") as (endpoint, exit_code):
         assert json.loads(run(timeball, "status", "--endpoint", endpoint, "--json"))["codec"] == "python"
-    assert ended() == 0
+    assert exit_code() == 0
 
-    # The control: without the stubs, as the wheel once was, the same command must not start.
+    # The control: without the stubs the same command must not start.
     (stubs,) = (tmp_path / "env/lib").glob(f"python*/site-packages/{STUBS}")
     shutil.rmtree(stubs)
     with pytest.raises(AssertionError, match="_generated"), served(timeball, tmp_path / "data"):
@@ -251,7 +255,7 @@ def test_installed_wheel_serves(built: Built, tmp_path: Path, version: str) -> N
 
 @pytest.mark.parametrize("version", VERSIONS[:: rounds(4, 1)])
 def test_the_client_is_small(built: Built, tmp_path: Path, version: str) -> None:
-    """As a program gets it that only sends and receives: by `du`, with the bytecode that pip writes."""
+    """It is installed for a program that only sends and receives. `du` counts also the bytecode that pip writes."""
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
@@ -260,7 +264,7 @@ def test_the_client_is_small(built: Built, tmp_path: Path, version: str) -> None
     run(*pip, "install", "--quiet", "--no-deps", "--require-hashes", "-r", ROOT / "requirements/client.txt")
     run(*pip, "install", "--quiet", "--no-index", "--find-links", built.folder, "timeball")
     packages = json.loads(run(*pip, "list", "--format=json"))
-    assert {each["name"] for each in packages} == {"timeball", "h11", "msgspec"}
+    assert {package["name"] for package in packages} == {"timeball", "h11", "msgspec"}
     assert (folder / f"python{version}/site-packages/timeball/client/__pycache__").is_dir()
     size = size_kb(folder) - empty_kb
     print(f"the client on Python {version}: {size} kB, {len(packages)} packages")
@@ -268,6 +272,7 @@ def test_the_client_is_small(built: Built, tmp_path: Path, version: str) -> None
 
 
 def size_kb(folder: Path) -> int:
+    """Return the size of a folder by `du`."""
     return int(run("du", "-sk", folder).split()[0])
 
 
@@ -284,25 +289,25 @@ def test_the_client_gains_and_loses_the_broker(built: Built, tmp_path: Path) -> 
     run(*pip, "install", "--quiet", *release, "timeball[cli]")
     run(*pip, "check")
     with serving(tmp_path / "data") as ready:
-        endpoint, where = http_endpoint_of(ready), {"TIMEBALL_FLIGHT": ready["endpoint"]}
+        endpoint, variables = http_endpoint_of(ready), {"TIMEBALL_FLIGHT": ready["endpoint"]}
         sent = run(timeball, "schedule", "light", "first", "--after", "1h", "--json", "--endpoint", endpoint)
         for words in TALK.values():
             words = [json.loads(sent)["id"] if word == "ID" else word for word in words]
-            run(timeball, *words, TIMEBALL_ENDPOINT=endpoint, **where)
+            run(timeball, *words, TIMEBALL_ENDPOINT=endpoint, **variables)
         for words, extra in NEED.values():
             with pytest.raises(AssertionError, match=rf"pip install '\.\[{extra}\]'"):
-                run(timeball, *arguments(words, tmp_path), **where)
+                run(timeball, *arguments(words, tmp_path), **variables)
         run(*pip, "uninstall", "--quiet", "--yes", "timeball-broker")
         run(*pip, "check")
-        alone = tmp_path / "env/bin/python"
-        assert run(alone, "-c", CLIENT, endpoint).splitlines() == ["True visible", "cancelled"]
+        python = tmp_path / "env/bin/python"
+        assert run(python, "-c", CLIENT, endpoint).splitlines() == ["True visible", "cancelled"]
         with pytest.raises(AssertionError, match=r"timeball.testing is not installed: .*\[broker\]"):
-            run(alone, "-c", "import timeball.testing")
+            run(python, "-c", "import timeball.testing")
 
 
 @contextmanager
 def served(timeball: Path, data: Path) -> Iterator[tuple[str, object]]:
-    """A broker of this installation: its endpoint, and its exit code once it has been left."""
+    """Run a broker of this installation. Yields its endpoint, and a call for its exit code after the block."""
     ports = [f"--{edge}-port=0" for edge in ("name-server", "remoting", "grpc", "http")]
     running = Running(
         command=[str(timeball), "serve", "--json", "--data", str(data), "--port", "0", *ports], PYTHONPATH=""

@@ -1,7 +1,7 @@
 """Count the files of src/timeball that a running node passes through while it serves one request.
 
 `Walks` is installed before the node starts, since `threading.setprofile` reaches only threads that start later. It
-counts what the node's threads do and not what the test's own thread does, because a client is no part of the way.
+counts what the node's threads do and not what the test's own thread does, because a client is no part of the walk.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Walk:
 
     @property
     def files(self) -> Counter[str]:
-        """Return the files and how often the way enters each."""
+        """Return the files and how often the walk enters each."""
         return Counter(name for path in self.paths for name in entered(path))
 
     @property
     def changes(self) -> int:
-        """Return how often the next call is in another file than the last one of its thread."""
+        """Return how often a call is in another file than the one before in its thread."""
         return sum(max(0, len(list(entered(path))) - 1) for path in self.paths)
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Walk:
 
 
 def entered(path: tuple[str, ...]) -> Iterator[str]:
-    """Yield each file of a path where the one before is another."""
+    """Yield each file of a path where it differs from the one before."""
     last = ""
     for name in path:
         if name != last:
@@ -59,6 +59,7 @@ class Walks:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
+        """Profile the threads that start during a block."""
         threading.setprofile(self._profile)
         try:
             yield
@@ -66,7 +67,7 @@ class Walks:
             threading.setprofile(None)
 
     def of(self, request: Callable[[], object]) -> Walk:
-        """Return the walk of one request; the callable ends when the node has answered and is idle."""
+        """Return the walk of one request. The callable returns when the node has answered and is idle."""
         self._paths = {}
         self._on = True
         try:

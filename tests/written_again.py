@@ -1,6 +1,6 @@
-"""Scheduled messages that were written again, and rows that retention has let go, on a running node.
+"""Scheduled messages that were written again, and rows that retention has removed, on a running node.
 
-What a wheel's roll and a cascade's hop write, without the days that they take.
+These are the rows of a wheel's roll and of a cascade's hop, without the days that they take.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from timeball.schedule.locations import as_scheduled
 
 
 def write_again(node: RunningNode, *places: int) -> list[int]:
-    """Messages at these places once more, as a wheel's roll and a cascade's hop do; the places of the MOVED rows."""
+    """Write the messages at these places again, as a roll and a hop do. Returns the places of the MOVED rows."""
 
     async def write() -> int:
         scheduled_rows = as_scheduled(node.broker.log.reader.read_rows(np.array(places, np.int64)))
@@ -29,7 +29,7 @@ def write_again(node: RunningNode, *places: int) -> list[int]:
 
 
 def fill_segment(node: RunningNode) -> None:
-    """Messages, until the log has begun another segment: retention takes whole ones."""
+    """Send messages until the log has begun another segment, because retention removes whole ones."""
     ordinal, body = node.broker.log.reader.segments.last.ordinal, b"." * 1_000_000
     with node.client() as ball:
         for _ in range(2 + node.settings.segment_bytes // len(body)):
@@ -38,12 +38,12 @@ def fill_segment(node: RunningNode) -> None:
 
 
 def apply_retention(node: RunningNode) -> int:
-    """All segments but the newest, as retention lets them go; the first row that is kept."""
+    """Remove all segments but the newest, as retention does. Returns the first remaining row."""
 
     async def remove() -> int:
-        gone = node.broker.log.reader.segments.all[:-1]
+        removed = node.broker.log.reader.segments.all[:-1]
         await asyncio.get_running_loop().run_in_executor(
-            node.broker.threads.reader, node.broker.log.reader.segments.remove, node.broker.files, gone
+            node.broker.threads.reader, node.broker.log.reader.segments.remove, node.broker.files, removed
         )
         return node.broker.log.reader.first_seq
 

@@ -86,8 +86,8 @@ def test_messages_are_early_by_at_most_the_error_of_the_new_leader_s_clock(
             with client_of(nodes) as ball:
                 first_ms = CLOCK.wall_ms() + FIRST_MS
                 ball.send_many(
-                    {"topic": TOPIC, "body": "x", "message_id": f"m{n}", "due_ms": first_ms + n * SPREAD_MS // ROWS}
-                    for n in range(ROWS)
+                    {"topic": TOPIC, "body": "x", "message_id": f"m{row}", "due_ms": first_ms + row * SPREAD_MS // ROWS}
+                    for row in range(ROWS)
                 )  # fmt: skip
             options = ("--cluster", CLUSTER, "--etcd", ",".join(cluster.etcd.endpoints))
             command = run_here("cluster", "hand-over", *options, "--to", "b")

@@ -34,9 +34,9 @@ NONE: Int64Array = np.empty(0, np.int64)
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a broker with 20 messages and 30 promises, 10 of which were cancelled."""
     with running_node(tmp_path / "data") as node, node.client() as ball:
-        for n in range(20):
-            ball.send("orders", f"now {n}")
-        later = [ball.send("orders", f"later {n}", after="1h") for n in range(30)]
+        for number in range(20):
+            ball.send("orders", f"now {number}")
+        later = [ball.send("orders", f"later {number}", after="1h") for number in range(30)]
         for receipt in later[:10]:
             assert ball.cancel(receipt.id).verdict == "cancelled"
     return tmp_path / "data"

@@ -109,7 +109,7 @@ def test_the_leader_of_another_group_finds_and_cancels(tmp_path: Path) -> None:
             assert await asking_node.cancel("k") == ["cancelled"]
             assert await asking_node.cancel("k") == ["already_cancelled"]
             answer = await asking_node.calls.ask(
-                "g1", CancelHere(ids=[f"{n:0250}" for n in range(10_000)]), ANONYMOUS
+                "g1", CancelHere(ids=[f"{number:0250}" for number in range(10_000)]), ANONYMOUS
             )
             assert answer is not None and len(answer.verdicts) == 10_000
 

@@ -384,9 +384,9 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
             RealFiles(tmp_path).lock()
         holder.kill()
         holder.wait()
-    again = RealFiles(tmp_path)
-    again.lock()
-    again.unlock()
+    reopened = RealFiles(tmp_path)
+    reopened.lock()
+    reopened.unlock()
 
 
 def test_a_full_disk_is_over_limit(tmp_path: Path) -> None:

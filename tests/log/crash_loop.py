@@ -34,13 +34,13 @@ class Witness:
         """Append batches in one iteration of the loop, and record each one when it is acknowledged."""
         calls = []
         for rows in batches:
-            first_seq, done = log.writer.append(rows, span=span)
+            first_seq, commit = log.writer.append(rows, span=span)
             self.appended[first_seq] = bodies([rows])
             next_seq = first_seq + (span or rows.num_rows)
             self.reserved.update(range(first_seq + rows.num_rows, next_seq))
-            calls.append((first_seq, next_seq, done))
-        for first_seq, next_seq, done in calls:
-            await done
+            calls.append((first_seq, next_seq, commit))
+        for first_seq, next_seq, commit in calls:
+            await commit
             self.acknowledged.add(first_seq)
             self.acknowledged_to = next_seq
 
@@ -95,10 +95,12 @@ def violations(files: CrashFiles, witness: Witness, *, durable_before_seq: int =
         return [f"refused: {error}"]
     problems = []
     for first_seq, expected in witness.appended.items():
-        kept = [kept_bodies.get(first_seq + row) for row in range(len(expected))]
+        stored_bodies = [kept_bodies.get(first_seq + row) for row in range(len(expected))]
         must_exist = first_seq in witness.acknowledged and first_seq >= witness.removed_below
-        if kept != expected and (must_exist or kept != [None] * len(expected)):
-            problems.append(f"{'acknowledged' if must_exist else 'not acknowledged'} {first_seq}: {kept}")
+        if stored_bodies != expected and (must_exist or stored_bodies != [None] * len(expected)):
+            problems.append(
+                f"{'acknowledged' if must_exist else 'not acknowledged'} {first_seq}: {stored_bodies}"
+            )
     appended_seqs = {
         first_seq + row for first_seq, rows in witness.appended.items() for row in range(len(rows))
     }

@@ -89,7 +89,8 @@ def checkpoint(
 def checkpoint_at(seq: int) -> Checkpoint:
     """Build a small checkpoint of row `seq`, which differs from that of any other row."""
     return checkpoint(
-        Facts(seq=seq, files=[], queues={"orders": {0: (1, seq)}}), [(seq, n) for n in range(seq % 7)]
+        Facts(seq=seq, files=[], queues={"orders": {0: (1, seq)}}),
+        [(seq, number) for number in range(seq % 7)],
     )
 
 

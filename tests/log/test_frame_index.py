@@ -86,11 +86,11 @@ def test_a_damaged_index_is_ignored_and_written_again(
     name = index_name(segments.all[0])
     damage(files, name, position)
     with caplog.at_level(logging.WARNING):
-        again = reopened(files, durable_before_seq=segments.next_seq).segments
+        loaded = reopened(files, durable_before_seq=segments.next_seq).segments
     assert name in caplog.text
-    assert [segment.is_indexed for segment in again.all[:2]] == [False, True]
-    assert read_all(again) == read_all(segments)
-    assert save_sealed(files, again) == 1
+    assert [segment.is_indexed for segment in loaded.all[:2]] == [False, True]
+    assert read_all(loaded) == read_all(segments)
+    assert save_sealed(files, loaded) == 1
 
 
 @pytest.mark.parametrize("size", [0, 10, ARRAYS_AT - 1, ARRAYS_AT + 8])
@@ -99,16 +99,16 @@ def test_an_index_cut_short_is_ignored(size: int) -> None:
     segments = log_with_indexes(files)
     name = index_name(segments.all[0])
     files.replace(name, files.content(name)[:size])
-    again = reopened(files, durable_before_seq=segments.next_seq).segments
-    assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
+    loaded = reopened(files, durable_before_seq=segments.next_seq).segments
+    assert not loaded.all[0].is_indexed and read_all(loaded) == read_all(segments)
 
 
 def test_an_index_of_another_segment_is_ignored() -> None:
     files = CrashFiles()
     segments = log_with_indexes(files)
     files.replace(index_name(segments.all[0]), files.content(index_name(segments.all[1])))
-    again = reopened(files, durable_before_seq=segments.next_seq).segments
-    assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
+    loaded = reopened(files, durable_before_seq=segments.next_seq).segments
+    assert not loaded.all[0].is_indexed and read_all(loaded) == read_all(segments)
 
 
 def test_power_cut_after_the_indexes_were_saved_leaves_all_of_them() -> None:

@@ -220,8 +220,8 @@ def test_rows_removed_by_retention_are_not_found(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(files, segment_bytes=SMALL) as log:
             index = index_of(files, log)
-            for n in range(8):
-                await log.append(batch(3 * n))
+            for number in range(8):
+                await log.append(batch(3 * number))
             assert index.find_rows(hashes("id-0", "id-20")).tolist() == [1, 21]
             removed = log.segments.all[:2]
             log.segments.remove(files, removed)

@@ -66,12 +66,14 @@ class Log:
         """Build the entries of rows [first_seq, next_seq) that the log keeps, as a Rebuild does."""
         parts = []
         for (topic, queue_id), rows in self.rows.items():
-            kept = [(offset, seq) for offset, seq in rows if max(first_seq, self.first_seq) <= seq < next_seq]
-            entries = np.empty(len(kept), ENTRY)
-            seqs = np.array([seq for _, seq in kept], np.int64)
+            remaining = [
+                (offset, seq) for offset, seq in rows if max(first_seq, self.first_seq) <= seq < next_seq
+            ]
+            entries = np.empty(len(remaining), ENTRY)
+            seqs = np.array([seq for _, seq in remaining], np.int64)
             entries["seq"], entries["size"], entries["tag"] = seqs, seqs % 1_000, -seqs
-            if kept:
-                first_offset, _ = kept[0]
+            if remaining:
+                first_offset, _ = remaining[0]
                 parts.append(Part(topic, queue_id, first_offset, entries))
         return parts
 
@@ -198,8 +200,8 @@ def queue_of_900_entries(files: Files) -> tuple[QueueIndexes, QueueIndex]:
 @pytest.mark.parametrize("offsets", [[], [7], [899, 7, 7, 301, 600, 0, 255, 256, 899]])
 def test_at_returns_the_entries_of_the_offsets(offsets: list[int]) -> None:
     _, queue = queue_of_900_entries(CrashFiles())
-    wanted = np.array(offsets, np.int64)
-    assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
+    positions = np.array(offsets, np.int64)
+    assert queue.at(positions).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
 
 
 @pytest.mark.parametrize("begin, end", [(10, 20), (290, 310), (590, 620), (0, 900), (700, 720), (900, 910)])
@@ -338,7 +340,7 @@ def test_damaged_file_is_rebuilt_at_a_read(make, tmp_path: Path) -> None:  # typ
     files: Files = make(tmp_path)
     queue_of_900_entries(files)
     log = Log()
-    log.rows = {("t", 0): [(n, n + 1) for n in range(900)]}
+    log.rows = {("t", 0): [(number, number + 1) for number in range(900)]}
     indexes = QueueIndexes(files, log.rebuild)
     size = files.size(file_name(1))
     flip(files, file_name(1), size - 13)  # in the last entry

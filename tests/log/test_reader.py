@@ -80,10 +80,10 @@ logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
 @settings(max_examples=60, deadline=None)
 @given(logs, st.sets(st.integers(1, 80), max_size=8))
 def test_values_equal_the_rows_and_reserved_numbers_are_left_out(
-    frames: list[tuple[int, int]], wanted: set[int]
+    frames: list[tuple[int, int]], requested: set[int]
 ) -> None:
     reader, rows = log_of(frames)
-    numbers = sorted(seq for seq in wanted if seq < reader.next_seq)
+    numbers = sorted(seq for seq in requested if seq < reader.next_seq)
     values = reader.read_values(numbers)
     if row_encoder.LOG_ENCODER is None:
         assert values is None or not numbers
@@ -136,17 +136,21 @@ def test_rows_with_large_bodies_are_read_as_columns(monkeypatch: pytest.MonkeyPa
     st.integers(1, 20),
 )
 def test_range_returns_its_rows_in_order_for_any_batch_size(
-    frames: list[tuple[int, int]], from_seq: int, to_seq: int, wanted: set[Kind] | None, coalesce_rows: int
+    frames: list[tuple[int, int]],
+    from_seq: int,
+    to_seq: int,
+    chosen_kinds: set[Kind] | None,
+    coalesce_rows: int,
 ) -> None:
     reader, rows = log_of(frames)
     expected = [
         (seq, kind, body)
         for seq, (kind, body) in rows.items()
-        if from_seq <= seq < to_seq and (wanted is None or kind in wanted)
+        if from_seq <= seq < to_seq and (chosen_kinds is None or kind in chosen_kinds)
     ]
     for batches in (
-        list(reader.rows(from_seq, to_seq, wanted)),
-        list(reader.coalesced(from_seq, to_seq, wanted, coalesce_rows)),
+        list(reader.rows(from_seq, to_seq, chosen_kinds)),
+        list(reader.coalesced(from_seq, to_seq, chosen_kinds, coalesce_rows)),
     ):
         read_kinds = [kind for part in batches for kind in part.column("kind").to_pylist()]
         assert list(zip(seqs(batches), read_kinds, bodies(batches), strict=True)) == expected
@@ -159,11 +163,13 @@ def test_range_returns_its_rows_in_order_for_any_batch_size(
     st.lists(st.sampled_from(["seq", "kind", "body", "topic", "due_ms"]), min_size=1, unique=True),
 )
 def test_selected_columns_equal_those_of_whole_rows(
-    frames: list[tuple[int, int]], wanted: set[Kind] | None, columns: list[str]
+    frames: list[tuple[int, int]], chosen_kinds: set[Kind] | None, columns: list[str]
 ) -> None:
     reader, _ = log_of(frames)
-    all_columns = list(reader.coalesced(1, 80, wanted, 8))
-    assert list(reader.coalesced(1, 80, wanted, 8, columns)) == [rows.select(columns) for rows in all_columns]
+    all_columns = list(reader.coalesced(1, 80, chosen_kinds, 8))
+    assert list(reader.coalesced(1, 80, chosen_kinds, 8, columns)) == [
+        rows.select(columns) for rows in all_columns
+    ]
 
 
 def test_coalesced_batches_but_the_last_have_at_least_the_requested_rows() -> None:
@@ -201,9 +207,9 @@ def test_rows_are_visible_once_they_are_durable() -> None:
     async def work() -> None:
         async with opened(CrashFiles(), disk=AtOnce()) as log:
             assert (log.reader.first_seq, log.reader.next_seq) == (1, 1)
-            for n in range(12):
-                await log.append(batch(3 * n))
-                assert bodies(log.reader.rows(1, 1_000)) == bodies([batch(0, 3 * n + 3)])
+            for number in range(12):
+                await log.append(batch(3 * number))
+                assert bodies(log.reader.rows(1, 1_000)) == bodies([batch(0, 3 * number + 3)])
 
     run(work())
 
@@ -217,17 +223,17 @@ def test_read_rows_keeps_the_order_and_repetitions_of_numbers(
     frames: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     reader, rows = log_of(frames)
-    wanted = data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=20))
-    read = reader.read_rows(np.array(wanted, np.int64))
+    requested = data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=20))
+    read = reader.read_rows(np.array(requested, np.int64))
     assert read.schema == READ_SCHEMA
-    assert read.column("seq").to_pylist() == wanted
-    assert bodies([read]) == [rows[seq][1] for seq in wanted]
+    assert read.column("seq").to_pylist() == requested
+    assert bodies([read]) == [rows[seq][1] for seq in requested]
 
 
-@pytest.mark.parametrize("wanted", [[1, 1, 3], [1, 3, 3], [3, 1, 1], [2, 2], [1, 2, 2, 3, 3, 6]])
-def test_repeated_number_returns_the_row_twice(wanted: list[int]) -> None:
+@pytest.mark.parametrize("requested", [[1, 1, 3], [1, 3, 3], [3, 1, 1], [2, 2], [1, 2, 2, 3, 3, 6]])
+def test_repeated_number_returns_the_row_twice(requested: list[int]) -> None:
     reader, rows = log_of([(6, Kind.MESSAGE)])
-    assert bodies([reader.read_rows(np.array(wanted, np.int64))]) == [rows[seq][1] for seq in wanted]
+    assert bodies([reader.read_rows(np.array(requested, np.int64))]) == [rows[seq][1] for seq in requested]
 
 
 def test_a_row_that_is_not_kept_or_not_in_the_log_is_out_of_range() -> None:
@@ -340,8 +346,8 @@ def reader_of_a_damaged_frame(offset: int, data: bytes) -> LogReader:
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
-            for n in range(4):
-                await log.append(batch(3 * n))
+            for number in range(4):
+                await log.append(batch(3 * number))
 
     run(write())
     segments = reopened(files).segments
@@ -405,17 +411,17 @@ def test_readers_in_many_threads_see_correct_rows(monkeypatch: pytest.MonkeyPatc
             def read(seed: int) -> int:
                 random, reads = np.random.default_rng(seed), 0
                 while not stop.is_set() or not reads:
-                    wanted = random.integers(1, log.reader.next_seq, 10)
-                    rows = bodies([log.reader.read_rows(wanted)])
-                    assert rows == [f"{n}:".encode().ljust(20, b".") for n in wanted]
+                    requested = random.integers(1, log.reader.next_seq, 10)
+                    rows = bodies([log.reader.read_rows(requested)])
+                    assert rows == [f"{number}:".encode().ljust(20, b".") for number in requested]
                     reads += 1
                 return reads
 
             with ThreadPoolExecutor(3) as threads:
                 reading = [asyncio.wrap_future(threads.submit(read, seed)) for seed in range(3)]
                 try:
-                    for n in range(1, 30):
-                        await log.append(batch(3 * n + 1))
+                    for number in range(1, 30):
+                        await log.append(batch(3 * number + 1))
                 finally:
                     stop.set()
                 assert all(await asyncio.gather(*reading))
@@ -428,8 +434,8 @@ def test_reader_finishes_its_range_during_retention(tmp_path: Path) -> None:
 
     async def work() -> None:
         async with opened(files, segment_bytes=SMALL) as log:
-            for n in range(10):
-                await log.append(batch(3 * n))
+            for number in range(10):
+                await log.append(batch(3 * number))
             reading = log.reader.rows(1, 31)
             first = next(reading)
             log.segments.remove(files, log.segments.all[:3])

@@ -353,8 +353,8 @@ def test_every_flipped_byte_is_noticed_or_harmless(step: int) -> None:
 
     async def write() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=small) as log:
-            for n in range(5):
-                await log.append(batch(1 + 2 * n, 2))
+            for number in range(5):
+                await log.append(batch(1 + 2 * number, 2))
 
     asyncio.run(write())
     expected = read_all(open_log(files, segment_bytes=small, now_ms=0).segments)

@@ -59,12 +59,12 @@ class ReplicatedLog:
 def test_commit_is_visible_and_acknowledged_when_it_is_replicated() -> None:
     async def scenario() -> None:
         log = ReplicatedLog()
-        seq, done = log.writer.append(batch(1))
+        seq, commit = log.writer.append(batch(1))
         await eventually(lambda: log.replication.extents)
         await eventually(lambda: log.files.trace[-1][0] == "sync")
-        assert not done.done() and log.segments.next_seq == seq, "on this disk only"
+        assert not commit.done() and log.segments.next_seq == seq, "on this disk only"
         log.replication.allowed_returns.release()
-        assert await done == seq and log.segments.next_seq == seq + 3
+        assert await commit == seq and log.segments.next_seq == seq + 3
         assert list(read_all(log.segments).values()) == bodies([batch(1)])
         await log.close()
 
@@ -101,7 +101,9 @@ def test_a_commit_of_several_frames_is_one_extent_in_one_segment() -> None:
         log.replication.allowed_returns.release(1_000)
         await log.writer.append(batch(1))[1]
         # Reservations have frames of their own.
-        await asyncio.gather(*[log.writer.append(batch(4 + 3 * n), span=3 + n)[1] for n in range(4)])
+        await asyncio.gather(
+            *[log.writer.append(batch(4 + 3 * number), span=3 + number)[1] for number in range(4)]
+        )
         extent = log.replication.extents[-1]
         assert len(log.replication.extents) == 2 and extent.end_seq == log.segments.next_seq
         assert [frame.synced_to for frame in frames(extent)] == [extent.position] * 4
@@ -129,9 +131,9 @@ def test_failed_replication_stops_the_log_and_shows_no_row(error: Exception) -> 
         second = log.writer.append(batch(4))[1]
         log.replication.error = error
         log.replication.allowed_returns.release()
-        for done in (first, second):
+        for commit in (first, second):
             with pytest.raises(type(error)):
-                await done
+                await commit
         assert log.failures == [error] and log.segments.next_seq == 1
         # Later calls get the same error: after NotLeader clients ask another node, after a failed disk they do not.
         with pytest.raises(NotLeader if isinstance(error, NotLeader) else StorageError):

@@ -267,8 +267,8 @@ def written(files: Files, *, caches: bool = True) -> Segments:
 
     async def write() -> Segments:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
-            for n in range(8):
-                await log.append(batch(3 * n))
+            for number in range(8):
+                await log.append(batch(3 * number))
             if caches:
                 KeyIndex(files, log.segments, log.reader).find_rows(np.array([1], np.uint64))
                 recovery.save_sealed(files, log.segments)

@@ -39,15 +39,15 @@ def test_entries_appended_while_the_disk_is_busy_share_a_frame_and_a_sync() -> N
             first = log.writer.append(batch(1, 1))
             await run_loop()
             assert len(disk.held) == 1
-            others = [log.writer.append(batch(1 + n, 1)) for n in range(1, 50)]
+            others = [log.writer.append(batch(1 + number, 1)) for number in range(1, 50)]
             await run_loop()
             assert len(disk.held) == 1, "one commit is in flight at a time"
             disk.run_held()
             await first[1]
-            assert not any(done.done() for _, done in others)
+            assert not any(commit.done() for _, commit in others)
             await run_loop()
             disk.run_held()
-            assert await asyncio.gather(*[done for _, done in others]) == list(range(2, 51))
+            assert await asyncio.gather(*[commit for _, commit in others]) == list(range(2, 51))
             statistics = log.writer.statistics
             assert (statistics.commits, statistics.frames, statistics.rows) == (2, 2, 50)
             assert syncs(files) - syncs_before == 2
@@ -59,7 +59,7 @@ def test_entries_appended_while_the_disk_is_busy_share_a_frame_and_a_sync() -> N
 def test_appends_of_one_loop_iteration_share_a_commit() -> None:
     async def work() -> None:
         async with opened(CrashFiles(), disk=AtOnce()) as log:
-            assert await log.append(*[batch(1 + 3 * n) for n in range(4)]) == [1, 4, 7, 10]
+            assert await log.append(*[batch(1 + 3 * number) for number in range(4)]) == [1, 4, 7, 10]
             assert log.writer.statistics.commits == log.writer.statistics.frames == 1
 
     run(work())
@@ -80,11 +80,11 @@ def test_futures_are_done_only_after_the_sync() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
-            for n in range(6):
-                _, done = log.writer.append(batch(1 + 3 * n))
-                await done
+            for number in range(6):
+                _, commit = log.writer.append(batch(1 + 3 * number))
+                await commit
                 on_disk = read_all(reopened(files.crash(survival="nothing")).segments)
-                assert list(on_disk.values()) == bodies([batch(1, 3 * n + 3)])
+                assert list(on_disk.values()) == bodies([batch(1, 3 * number + 3)])
 
     run(work())
 
@@ -94,12 +94,13 @@ def test_on_durable_runs_before_the_future_and_in_log_order() -> None:
         calls: list[str] = []
         async with opened(CrashFiles()) as log:
             futures = []
-            for n in range(3):
-                _, done = log.writer.append(
-                    batch(1 + 3 * n), on_durable=lambda n=n: calls.append(f"on_durable {n}")
+            for number in range(3):
+                _, commit = log.writer.append(
+                    batch(1 + 3 * number),
+                    on_durable=lambda number=number: calls.append(f"on_durable {number}"),
                 )
-                done.add_done_callback(lambda done, n=n: calls.append(f"future {n}"))
-                futures.append(done)
+                commit.add_done_callback(lambda _, number=number: calls.append(f"future {number}"))
+                futures.append(commit)
             await asyncio.gather(*futures)
         assert calls == ["on_durable 0", "on_durable 1", "on_durable 2", "future 0", "future 1", "future 2"]
 
@@ -116,7 +117,7 @@ def test_reservation_gets_a_frame_of_its_own_and_its_numbers_are_unused() -> Non
                 log.writer.append(reserve, span=11),
                 log.writer.append(batch(3, 2)),
             ]
-            assert [await done for _, done in calls] == [1, 3, 14]
+            assert [await commit for _, commit in calls] == [1, 3, 14]
             assert (log.writer.statistics.commits, log.writer.statistics.frames) == (1, 3)
             assert sorted(read_all(log.segments)) == [1, 2, 3, 14, 15]
         assert reopened(files).segments.next_seq == 16
@@ -129,7 +130,7 @@ def test_a_commit_is_bounded_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def work() -> None:
         async with opened(CrashFiles(), disk=AtOnce()) as log:
-            await log.append(*[batch(1 + 4 * n, 4) for n in range(5)])
+            await log.append(*[batch(1 + 4 * number, 4) for number in range(5)])
             first_seqs = [seq for segment in log.segments.all for seq in segment.frame_seqs]
             assert first_seqs == [1, 9, 17], "two appends of four rows fit into a frame of ten"
 
@@ -141,12 +142,12 @@ def test_flushed_waits_for_appends_of_cancelled_callers(is_committing: bool) -> 
     async def work() -> None:
         disk = HeldDisk()
         async with opened(CrashFiles(), disk=disk) as log:
-            _, done = log.writer.append(batch(1))
+            _, commit = log.writer.append(batch(1))
             if is_committing:
                 await run_loop()
             waiting, cancelled = (asyncio.ensure_future(log.writer.flushed()) for _ in range(2))
             await run_loop()
-            done.cancel()
+            commit.cancel()
             cancelled.cancel()
             await run_loop()
             assert not waiting.done(), "the rows are not on disk yet"
@@ -241,16 +242,16 @@ def test_encoding_ahead_does_not_change_the_bytes(
         monkeypatch.setattr(writer_module, "ENCODE_AHEAD_BYTES", encode_ahead_bytes)
         files, disk, encoded_ahead = CrashFiles(), HeldDisk(), 0
         async with opened(files, disk=disk) as log:
-            for n in range(1, 7):
-                # Appends with an odd n are being written while the next one waits.
-                done = log.writer.append(batch(n, 1, body_bytes=50 * n))[1]
+            for number in range(1, 7):
+                # Appends with an odd number are being written while the next one waits.
+                commit = log.writer.append(batch(number, 1, body_bytes=50 * number))[1]
                 encoded_ahead += any(entry.payload is not None for entry in log.writer._pending)
                 await run_loop()
-                while n % 2 == 0 and not done.done():
+                while number % 2 == 0 and not commit.done():
                     disk.run_held()
                     await run_loop()
             assert list(read_all(log.segments).values()) == [
-                body for n in range(1, 7) for body in bodies([batch(n, 1, body_bytes=50 * n)])
+                body for number in range(1, 7) for body in bodies([batch(number, 1, body_bytes=50 * number)])
             ]
         return bytes(files.map_readonly(segment_name(1))), encoded_ahead
 
@@ -298,9 +299,9 @@ def test_roll_right_after_the_preparation_uses_the_spare() -> None:
             await run_loop()
             disk.run_held(2)
             await in_next_segment
-            for n in range(3, 9):
-                _, done = log.writer.append(batch(n, 1, body_bytes=SEGMENT_BYTES // 2))
-                while not done.done():
+            for number in range(3, 9):
+                _, commit = log.writer.append(batch(number, 1, body_bytes=SEGMENT_BYTES // 2))
+                while not commit.done():
                     await run_loop()
                     disk.run_held()
             assert log.failures == []
@@ -346,10 +347,10 @@ def test_commit_before_the_preparation_of_the_spare_makes_a_segment() -> None:
     async def work() -> None:
         files, disk = CrashFiles(), HeldDisk()
         async with opened(files, disk=disk) as log:
-            for n in range(1, 9):
-                _, done = log.writer.append(batch(n, 1, body_bytes=SEGMENT_BYTES // 2))
+            for number in range(1, 9):
+                _, commit = log.writer.append(batch(number, 1, body_bytes=SEGMENT_BYTES // 2))
                 await run_loop()
-                while not done.done():
+                while not commit.done():
                     disk.run_held()
                     disk.held.reverse()  # the next commit before the spare
                     await asyncio.sleep(0)
@@ -385,7 +386,7 @@ def test_many_senders_share_commits_on_a_real_disk(tmp_path: Path) -> None:
         async with opened(files) as log:
 
             async def sender(number: int) -> list[int]:
-                return [(await log.append(batch(1_000 * number + n, 1)))[0] for n in range(20)]
+                return [(await log.append(batch(1_000 * number + offset, 1)))[0] for offset in range(20)]
 
             seqs_of_senders = await asyncio.gather(*[sender(number) for number in range(10)])
             assert sorted(seq for seqs in seqs_of_senders for seq in seqs) == list(range(1, 201))

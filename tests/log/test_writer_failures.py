@@ -43,9 +43,9 @@ def test_after_the_first_failure_no_caller_is_acknowledged_and_no_write_is_tried
             files.fail_at(files.calls + (1 if call == "write_at" else 2), DiskFailed("broken"))
             failing = log.writer.append(batch(4))[1], log.writer.append(batch(7))[1]
             await run_loop()
-            for done in failing:
+            for commit in failing:
                 with pytest.raises(DiskFailed, match="broken"):
-                    await done
+                    await commit
             calls = files.calls
             assert files.trace[-1][0] == call
             with pytest.raises(StorageError, match="has stopped"):
@@ -85,8 +85,8 @@ def test_any_failed_call_stops_the_log_and_loses_no_acknowledged_row() -> None:
         """Append until the log stops. Returns the acknowledged bodies by number."""
         acknowledged: dict[int, bytes] = {}
         async with opened(files, disk=AtOnce()) as log:
-            for n in range(12):
-                rows = batch(1 + 2 * n, 2, body_bytes=900)
+            for number in range(12):
+                rows = batch(1 + 2 * number, 2, body_bytes=900)
                 try:
                     (first_seq,) = await log.append(rows)
                 except StorageError:
@@ -136,10 +136,10 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
-            done = log.writer.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))[1]
+            commit = log.writer.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))[1]
             # The commit is a write and a sync; then a spare is created, allocated, reserved and synced.
             files.fail_at(files.calls + 6, DiskFailed("broken"))
-            await done
+            await commit
             await eventually(lambda: log.failures)
             assert files.trace[-2:] == [("sync", segment_name(2)), ("remove", segment_name(2))]
             with pytest.raises(StorageError, match="has stopped"):
@@ -173,8 +173,8 @@ def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_ag
             await eventually(lambda: files.exists(segment_name(2)))
             await run_loop()
             log.writer.check_admission()
-            for n in range(4, 30):
-                await log.append(batch(n, 1, body_bytes=900))
+            for number in range(4, 30):
+                await log.append(batch(number, 1, body_bytes=900))
             assert log.writer.statistics.rolls >= 1 and log.failures == []
 
     run(work())
@@ -229,12 +229,12 @@ def test_too_many_pending_bytes_refuse_admission_until_they_are_written(
     async def work() -> None:
         disk = HeldDisk()
         async with opened(CrashFiles(), disk=disk) as log:
-            _, done = log.writer.append(batch(1, 1, body_bytes=10_000))
+            _, commit = log.writer.append(batch(1, 1, body_bytes=10_000))
             with pytest.raises(OverLimit, match="wait for the disk"):
                 log.writer.check_admission()
             await run_loop()
             disk.run_held()
-            await done
+            await commit
             log.writer.check_admission()
 
     run(work())
@@ -252,8 +252,8 @@ def test_async_durability_acknowledges_before_the_sync_and_syncs_soon(
         files = CrashFiles()
         async with opened(files, disk=AtOnce(), durability="async") as log:
             syncs_before = syncs(files)
-            _, done = log.writer.append(batch(1))
-            await done
+            _, commit = log.writer.append(batch(1))
+            await commit
             assert syncs(files) == syncs_before
             assert reopened(files.crash(survival="nothing")).segments.next_seq == 1, "the row would be lost"
             await eventually(lambda: syncs(files) > syncs_before)
@@ -265,15 +265,15 @@ def test_async_durability_acknowledges_before_the_sync_and_syncs_soon(
 def test_async_durability_loses_only_a_tail() -> None:
     async def work(files: CrashFiles) -> None:
         async with opened(files, disk=AtOnce(), durability="async") as log:
-            for n in range(20):
-                await log.append(batch(1 + 2 * n, 2, body_bytes=400))
+            for number in range(20):
+                await log.append(batch(1 + 2 * number, 2, body_bytes=400))
                 await run_loop()
             assert log.writer.statistics.rolls >= 2
             appended = bodies([batch(1, 40, body_bytes=400)])
             for seed in range(40):
-                kept = list(read_all(reopened(files.crash(seed)).segments).values())
-                assert kept == appended[: len(kept)]
-                assert len(kept) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
+                survivors = list(read_all(reopened(files.crash(seed)).segments).values())
+                assert survivors == appended[: len(survivors)]
+                assert len(survivors) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
 
     files = CrashFiles()
     run(work(files))

@@ -200,7 +200,9 @@ def test_damage_in_a_sealed_segment_hides_one_frame_only() -> None:
     assert [flaw.position for flaw in damage(results)] == [position, None], (
         "the frame, and that the segment ends too early"
     )
-    assert rows_by_seq(results) == {n: body for n, body in enumerate(expected, 1) if not seq <= n < seq + 3}
+    assert rows_by_seq(results) == {
+        number: body for number, body in enumerate(expected, 1) if not seq <= number < seq + 3
+    }
 
 
 def test_a_frame_of_another_position_is_damage() -> None:
@@ -244,8 +246,8 @@ def test_for_any_flipped_byte_a_walk_agrees_with_recovery() -> None:
 
     async def write() -> None:
         async with opened(files, disk=AtOnce(), segment_bytes=SEGMENT_BYTES) as log:
-            for n in range(5):
-                await log.append(batch(1 + 2 * n, 2))
+            for number in range(5):
+                await log.append(batch(1 + 2 * number, 2))
 
     asyncio.run(write())
     expected = read_all(open_log(files, segment_bytes=SEGMENT_BYTES, now_ms=0).segments)
@@ -507,8 +509,8 @@ def folder_with_caches() -> CrashFiles:
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
-            for n in range(20):
-                await log.append(batch(3 * n, 3))
+            for number in range(20):
+                await log.append(batch(3 * number, 3))
             KeyIndex(files, log.segments, log.reader).find_rows(np.array([1], np.uint64))
             assert recovery.save_sealed(files, log.segments) == 2
 

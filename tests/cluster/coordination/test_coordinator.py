@@ -177,8 +177,8 @@ def test_a_renewed_lease_keeps_its_id_and_has_a_later_end(run: Run) -> None:
         assert lease.sent_ms <= world.clock.boot_ms() < lease.ends_ms < lease.sent_ms + lease.ttl_ms
         if world.endpoints is None:
             world.clock.advance(30_000)  # type: ignore[attr-defined]
-        again = await a.renew(lease)
-        assert again.id == lease.id and again.ttl_ms == lease.ttl_ms and again.sent_ms >= lease.sent_ms
+        renewed = await a.renew(lease)
+        assert renewed.id == lease.id and renewed.ttl_ms == lease.ttl_ms and renewed.sent_ms >= lease.sent_ms
 
     run(scenario)
 

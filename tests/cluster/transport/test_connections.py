@@ -152,9 +152,9 @@ def test_an_ended_connection_is_reported_and_dialed_again(ends: list[End]) -> No
     other.connections.close()
     ends.remove(other)
     poll_until(ends, lambda: ("closed", "b", True) in one.listener.calls)
-    again = End()
-    ends.append(again)
-    one.connections.addresses = {"b": again.address}
+    restarted = End()
+    ends.append(restarted)
+    one.connections.addresses = {"b": restarted.address}
     poll_until(ends, lambda: one.listener.calls.count(("opened", "b")) == 2)
 
 

@@ -211,7 +211,7 @@ def test_a_drain_frees_the_port_at_once_and_forwards_the_last_answers() -> None:
         await reader.readexactly(1)
         draining = asyncio.create_task(world.gateway.drain())
         await asyncio.sleep(0)
-        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
+        (await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", world.port)).close()
         # Sent while this node begins to lead, and answered.
         writer.write(b"y")
         assert await reader.readexactly(1) == b"y"
@@ -263,7 +263,7 @@ def test_close_ends_all_connections_and_frees_the_port() -> None:
         for ended in (reader, waiting_reader):
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                 await ended.readexactly(1)
-        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", world.port)).close()
+        (await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", world.port)).close()
         writer.close()
         waiting_writer.close()
 
@@ -276,6 +276,6 @@ def test_a_port_in_use_is_named_and_the_other_ports_are_freed() -> None:
         second = Gateway("127.0.0.1", {"http": free, "flight": world.port}, world.address)
         with pytest.raises(SetupError, match=f"{world.port} .flight."):
             await second.start()
-        (await asyncio.start_server(lambda r, w: None, "127.0.0.1", free)).close()
+        (await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", free)).close()
 
     run(scenario)
