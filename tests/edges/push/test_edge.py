@@ -11,7 +11,7 @@ from standardwebhooks.webhooks import Webhook
 from tests.edges.http.client import Client, client_of
 from tests.edges.push.conftest import LOOPBACK
 from tests.edges.push.receiver import receiver_of
-from tests.edges.push.test_worker import send, shown, subscribe, wait_for_requests
+from tests.edges.push.test_worker import send, show, subscribe, wait_for_requests
 from tests.node_fixture import RunningNode, eventually, running_node
 
 
@@ -47,7 +47,7 @@ def test_each_request_is_signed_and_by_both_secrets_during_a_rotation(
     with receiver_of() as receiver:
         first = subscribe(client, "signed", receiver)["secret"]
         assert len(base64.b64decode(first.removeprefix("whsec_"))) == 32
-        assert "secret" not in shown(client, "signed")
+        assert "secret" not in show(client, "signed")
         assert "secret" not in subscribe(client, "signed", receiver)
         send(client, "signed", 1)
         eventually(lambda: len(receiver.requests) == 1, "it is sent")
@@ -77,11 +77,11 @@ def test_a_restart_continues_subscriptions_except_those_no_longer_allowed(tmp_pa
             send(client, "stays", 2)
             eventually(lambda: len(receiver.requests) == 2, "it goes on")
             wait_for_requests(node, client, "stays")
-            assert shown(client, "halts")["state"] == "paused"
+            assert show(client, "halts")["state"] == "paused"
         with running_node(tmp_path / "data", http_port=0) as node, client_of(node) as client:
             send(client, "stays", 1)
-            eventually(lambda: shown(client, "stays")["last_failure"], "it is not started")
-            assert "push-allow" in shown(client, "stays")["last_failure"]
+            eventually(lambda: show(client, "stays")["last_failure"], "it is not started")
+            assert "push-allow" in show(client, "stays")["last_failure"]
             assert len(receiver.requests) == 2
 
 
@@ -99,8 +99,8 @@ def test_a_subscription_that_could_not_start_leaves_the_edge_idle(
         with monkeypatch.context() as patch:
             patch.setattr(ssl, "create_default_context", unreadable)
             subscribe(client, "broken", receiver)
-            eventually(lambda: shown(client, "broken")["last_failure"], "its failure is shown")
-            assert "OSError" in shown(client, "broken")["last_failure"]
+            eventually(lambda: show(client, "broken")["last_failure"], "its failure is shown")
+            assert "OSError" in show(client, "broken")["last_failure"]
         assert not node.node.edges.push.is_busy  # type: ignore[union-attr]
         subscribe(client, "broken", receiver)
         send(client, "broken", 1)

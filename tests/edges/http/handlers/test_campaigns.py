@@ -13,7 +13,7 @@ from tests.node_fixture import RunningNode
 FAR_MS = 4_000_000_000_000  # the last due time of a running campaign: later than any test
 
 
-def plan_campaign(node: RunningNode, name: str, client: Client | None = None, rows: int = 3) -> None:
+def planned(node: RunningNode, name: str, client: Client | None = None, rows: int = 3) -> None:
     """Plan a campaign. With `client`, also send its messages and mark the campaign as running."""
 
     async def plan(first_seq: int | None) -> None:
@@ -31,13 +31,13 @@ def plan_campaign(node: RunningNode, name: str, client: Client | None = None, ro
 
 
 def test_a_campaign_is_paused_resumed_and_cancelled(client: Client, node: RunningNode) -> None:
-    plan_campaign(node, "spring", client)
+    planned(node, "spring", client)
     result = client.ask("GET", "/v1/campaigns/spring").value
     assert (result["state"], result["rows"]) == ("running", 3)
     assert result["since"].endswith("Z") and result["since_ms"] > 0
     (listed,) = client.ask("GET", "/v1/campaigns").value["campaigns"]
     assert {**listed, "ranges": result["ranges"]} == result
-    plan_campaign(node, "autumn")
+    planned(node, "autumn")
     for name, verb, states in (
         ("spring", "pause", {"paused"}),
         ("spring", "resume", {"running", "finished"}),
@@ -51,7 +51,7 @@ def test_a_campaign_is_paused_resumed_and_cancelled(client: Client, node: Runnin
 
 
 def test_a_resume_with_shift_delays_the_messages(client: Client, node: RunningNode) -> None:
-    plan_campaign(node, "shifted", client)
+    planned(node, "shifted", client)
     assert client.ask("POST", "/v1/campaigns/shifted/pause", {}).status == 200
     assert client.ask("POST", "/v1/campaigns/shifted/resume", {"shift": "yes"}).status == 400
     answer = client.ask("POST", "/v1/campaigns/shifted/resume", {"shift": True}).value
@@ -59,7 +59,7 @@ def test_a_resume_with_shift_delays_the_messages(client: Client, node: RunningNo
 
 
 def test_a_change_that_the_state_does_not_allow_is_refused(client: Client, node: RunningNode) -> None:
-    plan_campaign(node, "not-yet")
+    planned(node, "not-yet")
     assert client.ask("POST", "/v1/campaigns/not-yet/pause", {}).value["code"] == "out_of_range"
     assert client.ask("GET", "/v1/campaigns/unknown").value["code"] == "not_found"
     assert client.ask("POST", "/v1/campaigns/unknown/cancel", {}).status == 404
@@ -71,7 +71,7 @@ def test_a_change_that_the_state_does_not_allow_is_refused(client: Client, node:
 @pytest.mark.parametrize(("account", "status"), [("root", 200), ("shop", 403)])
 def test_campaigns_need_the_permission_to_administer(tmp_path: Path, account: str, status: int) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
-        plan_campaign(node, "spring")
+        planned(node, "spring")
         with client_of(node, f"Bearer {account}:{SECRETS[account]}") as client:
             assert client.ask("GET", "/v1/campaigns").status == status
             assert client.ask("POST", "/v1/campaigns/spring/cancel", {}).status == status

@@ -16,7 +16,7 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 
 
-def send_and_give_up(
+def given_up(
     node: RunningNode, client: Client, topic: str, group: str, *messages: dict[str, Any]
 ) -> None:
     """Send messages, and let a group make each of them a dead letter."""
@@ -38,7 +38,7 @@ def send_and_give_up(
 
 
 def test_a_group_shows_its_lag_and_its_dead_letters(client: Client, node: RunningNode) -> None:
-    send_and_give_up(node, client, "counted", "counters", {"body": "a"}, {"body": "b"})
+    given_up(node, client, "counted", "counters", {"body": "a"}, {"body": "b"})
     assert client.send("counted", {"body": "c"}).status == 201
     result = client.ask("GET", "/v1/groups/counters").value
     assert result in client.ask("GET", "/v1/groups").value["groups"]
@@ -61,7 +61,7 @@ def test_groups_are_listed_in_pages(client: Client) -> None:
 def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: RunningNode) -> None:
     binary = base64.b64encode(bytes([0, 255])).decode()
     long = "é" * (1 << 20)
-    send_and_give_up(
+    given_up(
         node, client, "jobs", "movers", {"body": "x", "key": "k"}, {"base64": binary}, {"body": long}
     )
     path = "/v1/groups/movers/dead-letters"
@@ -152,7 +152,7 @@ def test_the_limit_of_a_topic_is_set_and_shown(client: Client, node: RunningNode
 
 def test_dead_letters_are_resent_by_a_condition(client: Client, node: RunningNode) -> None:
     messages = [{"body": str(number), "properties": {"odd": str(number % 2)}} for number in range(4)]
-    send_and_give_up(node, client, "chosen", "choosers", *messages)
+    given_up(node, client, "chosen", "choosers", *messages)
     path = "/v1/groups/choosers/dead-letters"
     assert client.ask("POST", f"{path}/resend", {"all": True, "where": "odd = '1'"}).value["count"] == 2
     assert (

@@ -209,10 +209,10 @@ def java(
         "code": code, "extFields": ext, "flag": 0, "language": "JAVA", "opaque": opaque,
         "serializeTypeCurrentRPC": "JSON", "version": 409,
     }  # fmt: skip
-    return build_frame(msgspec.json.encode(header) + end, body)
+    return framed(msgspec.json.encode(header) + end, body)
 
 
-def build_frame(header: bytes, body: bytes = b"x", form: int = JSON) -> bytes:
+def framed(header: bytes, body: bytes = b"x", form: int = JSON) -> bytes:
     """Return the frame with these bytes as its header."""
     size = (form << 24 | len(header)).to_bytes(4, "big")
     return (4 + len(header) + len(body)).to_bytes(4, "big") + size + header + body
@@ -484,7 +484,7 @@ def test_damaged_headers_give_the_same_result_in_both_codecs(
     at = min(at, len(whole) - 1)
     header_end = 8 + int.from_bytes(whole[5:8], "big")
     header = (whole[:at] + damage + whole[at + removed :])[8 : header_end + len(damage) - removed]
-    agree(send() + build_frame(header, form=whole[4]) + send())
+    agree(send() + framed(header, form=whole[4]) + send())
 
 
 @needs_compiled
