@@ -79,7 +79,7 @@ ActionRequest = wire.Request | attachment.Attachment
 def body_bytes_max(verb: str) -> int:
     """Find the size limit of an action's body, in bytes. Raises NotFound for an unknown verb."""
     if verb not in ACTIONS:
-        raise NotFound(f"no action {_shortened(verb)!r}; there are: {', '.join(ACTIONS)}")
+        raise NotFound(f"no action {_shorten(verb)!r}; there are: {', '.join(ACTIONS)}")
     return ACTIONS[verb][1]
 
 
@@ -88,7 +88,7 @@ def decode_action(verb: str, body: bytes) -> ActionRequest:
 
     Raises NotFound, OverLimit, RequestError, InvalidMessage.
     """
-    check_size(f"the body of action {_shortened(verb)}", len(body), body_bytes_max(verb))
+    check_size(f"the body of action {_shorten(verb)}", len(body), body_bytes_max(verb))
     body_type = ACTIONS[verb][0]
     if body_type is None:
         return attachment.decode(body)
@@ -187,7 +187,7 @@ def _code(error: BaseException) -> str:
     return error.code if isinstance(error, TimeballError) else TimeballError.code
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
@@ -314,8 +314,9 @@ def _fields_before_body(first: memoryview, size_bytes: int) -> tuple[dict[int, i
 def encode_data(
     header: memoryview | bytes = b"", body: memoryview = _EMPTY, metadata: bytes = b""
 ) -> list[bytes | memoryview]:
-    """Encode a FlightData as a list of segments, which the caller joins."""
+    """Encode a FlightData as a list of segments, which the caller joins. Empty fields are left out."""
     segments: list[bytes | memoryview] = []
+    # The numbers of data_header, app_metadata and data_body.
     for number, value in ((2, header), (3, metadata), (BODY_FIELD, body)):
         if len(value):
             segments += (_encode_tag(number, len(value)), value)

@@ -142,7 +142,7 @@ class Sends:
         self._broker = broker
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Pass on a batch with the types of SEND_SCHEMA. The slot is settled later.
+        """Pass a batch with the types of SEND_SCHEMA to the broker. The slot is settled later, also for an invalid key.
 
         `key` is the JSON of wire.SendKey, or "" for a batch without an idempotency key.
         """
@@ -178,7 +178,7 @@ class SourcedSends(Sends):
     """
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Pass on a batch. `key` is the JSON of wire.SourceStep."""
+        """Pass a batch to the broker. The slot is settled later. `key` is the JSON of wire.SourceStep."""
         piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
         try:
             self._broker.sourced_sends.put(piece, codec.decode_source_step(key))

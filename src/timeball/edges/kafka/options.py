@@ -204,7 +204,7 @@ class BridgeQueue:
         self._operations, self._columns, self.topic = operations, columns, topic
 
     def ensure(self) -> None:
-        """Create the topic. Raises SetupError if it exists and has more than one queue."""
+        """Create the topic in Timeball unless it exists. Raises SetupError if it has more than one queue."""
         self._operations.run(create_topic(self.topic, 1))
         queues = self._queues()
         if len(queues) != 1:

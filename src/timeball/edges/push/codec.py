@@ -88,17 +88,15 @@ def build_deliveries(rows: pa.RecordBatch, subscription: str, topic: str) -> Ite
             due_ms, sys_flag,
         ) = row  # fmt: skip
         properties, body = decode_properties(properties_text or ""), body or b""
-        raw_id = (
-            unique_key or properties.get("UNIQ_KEY") or _derived_id(topic, body, keys, born_ms, born_host)
-        )
+        raw_id = unique_key or properties.get("UNIQ_KEY") or _derive_id(topic, body, keys, born_ms, born_host)
         # A dot would end the id in the signed text.
         message_id = quote(raw_id, safe=_SAFE).replace(".", "%2E")
         attempt = 1 + (reconsume_times or 0)
         headers: Headers = [
             ("webhook-id", message_id),
-            ("content-type", _percent_encoded(properties.pop("content-type", "")) or DEFAULT_CONTENT_TYPE),
+            ("content-type", _percent_encode(properties.pop("content-type", "")) or DEFAULT_CONTENT_TYPE),
             ("timeball-subscription", subscription),
-            ("timeball-topic", _percent_encoded(topic)),
+            ("timeball-topic", _percent_encode(topic)),
             ("timeball-attempt", str(attempt)),
             ("timeball-released", _rfc3339(store_ms)),
         ]
@@ -107,16 +105,16 @@ def build_deliveries(rows: pa.RecordBatch, subscription: str, topic: str) -> Ite
         if due_ms is not None and stored_topic == topic:
             headers.append(("timeball-due", _rfc3339(due_ms)))
         if tag:
-            headers.append(("timeball-tag", _percent_encoded(tag)))
+            headers.append(("timeball-tag", _percent_encode(tag)))
         if keys:
-            headers.append(("timeball-key", " ".join(map(_percent_encoded, keys.split()))))
+            headers.append(("timeball-key", " ".join(map(_percent_encode, keys.split()))))
         # Trace contexts keep their names, so that the receiver's request becomes part of the message's trace.
         for header_name in (TRACEPARENT, TRACESTATE):
             if value := properties.pop(header_name, ""):
                 headers.append(
                     (
                         header_name,
-                        value if value.isascii() and value.isprintable() else _percent_encoded(value),
+                        value if value.isascii() and value.isprintable() else _percent_encode(value),
                     )
                 )
         headers += _property_headers(properties)
@@ -166,7 +164,7 @@ def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
         if name in _INTERNAL_PROPERTIES:
             continue
         is_event_attribute = is_event and name.startswith("ce-")
-        header_name, header_value = quote(name, safe=_SAFE_IN_NAMES), _percent_encoded(value)
+        header_name, header_value = quote(name, safe=_SAFE_IN_NAMES), _percent_encode(value)
         characters_left -= len(header_name) + len(header_value)
         if characters_left < 0:
             omitted_count += 1
@@ -176,13 +174,13 @@ def _property_headers(properties: dict[str, str]) -> Iterator[tuple[str, str]]:
         yield "timeball-properties-omitted", str(omitted_count)
 
 
-def _derived_id(topic: str, body: bytes, keys: str | None, born_ms: int | None, born_host: str | None) -> str:
+def _derive_id(topic: str, body: bytes, keys: str | None, born_ms: int | None, born_host: str | None) -> str:
     """Derive the id of a message that was sent without an id, from values that are the same in each attempt."""
     content = (topic.encode(), (keys or "").encode(), str(born_ms).encode(), str(born_host).encode(), body)
     return blake2b(b"\n".join(content), digest_size=16).hexdigest()
 
 
-def _percent_encoded(value: str) -> str:
+def _percent_encode(value: str) -> str:
     return quote(value, safe=_SAFE)
 
 

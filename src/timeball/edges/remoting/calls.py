@@ -220,7 +220,7 @@ def illegal_queue_error(code: ResponseCode, queue_id: int, topic: Topic) -> Refu
 
 
 def encode_with_object_keys(entries: Iterable[tuple[Any, Any]]) -> msgspec.Raw:
-    """Encode a table of keys and values, whose keys are JSON objects (see the module docstring).
+    """Encode a table of keys and values whose keys are JSON objects, which RocketMQ's tools expect in some tables.
 
     The result can be a value in a structure that msgspec encodes.
     """

@@ -171,7 +171,7 @@ def read_batch(
             f"{row_count} rows in one batch; at most {limits.ROWS_PER_REQUEST_MAX}: send smaller batches"
         )
     try:
-        return pa.ipc.read_record_batch(pa.py_buffer(_encapsulated(header, body)), of)
+        return pa.ipc.read_record_batch(pa.py_buffer(_encapsulate(header, body)), of)
     except _DECODING_ERRORS as error:
         raise InvalidMessage(f"not a record batch: {error}") from error
 
@@ -217,7 +217,7 @@ def split_batch(batch: pa.RecordBatch, size_bytes_max: int) -> Iterator[tuple[me
         yield split_message(batch.slice(start, rows).serialize())
 
 
-def _encapsulated(header: memoryview, body: memoryview | Sequence[bytes | memoryview]) -> bytes:
+def _encapsulate(header: memoryview, body: memoryview | Sequence[bytes | memoryview]) -> bytes:
     """Join header and body to a message of an IPC stream."""
     padding = -len(header) % _ALIGN
     length = struct.pack("<i", len(header) + padding)

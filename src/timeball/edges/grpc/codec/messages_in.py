@@ -234,7 +234,7 @@ def _no_gzip() -> Refused:
 
 
 def _gzip_header_bytes(body: bytes) -> int:
-    """Find the size of the header of a valid gzip stream."""
+    """Find the size of the header of a valid gzip stream. Its byte 3 tells which optional fields it has (RFC 1952)."""
     flags, at = body[3], _GZIP_HEADER_BYTES
     if flags & _GZIP_EXTRA:
         at += 2 + int.from_bytes(body[at : at + 2], "little")

@@ -297,7 +297,11 @@ class Pulls:
         return UpdateOffsetResponse(status=OK)
 
     async def _get_offset(self, call: Call, request: GetOffsetRequest) -> GetOffsetResponse:
-        """Serve GetOffset. Raises Refused if the group has no offset, and the errors of the policy."""
+        """Serve GetOffset.
+
+        Raises Refused if the group has no offset or the queue does not exist, or NotFound, Forbidden, InvalidName and
+        OverLimit.
+        """
         group = self._broker.policy.joined(group_name(request.group), call.caller)
         topic, _ = self._find_queue(request.message_queue, call.caller)
         offsets = self._broker.offsets(group.group_name, topic.name, call.caller)

@@ -125,7 +125,7 @@ class Sends:
     def _check(self, call: Call) -> _Send:
         """Check the headers of a request, and whether its caller may send to the topic.
 
-        Raises InvalidMessage, Refused (415), and the errors of the policy.
+        Raises InvalidMessage, InvalidName, Refused (415), Unauthorized, Forbidden and NotFound.
         """
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
         attempt = call.headers.get("idempotency-attempt", "")
@@ -300,7 +300,7 @@ class Scheduled:
         )  # fmt: skip
 
     async def _cancel(self, call: Call) -> Answer:
-        """Cancel the messages with the id in the path, in all topics or in that of the query. Shows the first verdict."""
+        """Cancel the messages with the id in the path, in all topics or the topic of the query. Shows the first verdict."""
         topic = call.query.get("topic")
         return _build_verdict_answer(
             await self._broker.cancel(ids=[call.path["id"]], topic=topic, caller=call.caller)

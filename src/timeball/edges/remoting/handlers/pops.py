@@ -178,7 +178,7 @@ class Pops:
     def _check_readable(self, fields: _Queue, caller: Caller) -> Topic:
         """Check that the caller may read this queue for its group, and return the topic. A queue id of -1 is any queue.
 
-        Raises Refused, and the errors of the policy.
+        Raises Refused, NotFound, Forbidden, InvalidName and OverLimit.
         """
         self._broker.policy.joined(fields.consumer_group, caller)
         topic = self._broker.policy.readable(fields.topic, caller)

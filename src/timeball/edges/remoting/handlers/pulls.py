@@ -126,7 +126,7 @@ class Pulls:
     def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
         """Serve PULL_MESSAGE: answer from memory at once, or as a task from the disk or after waiting.
 
-        Raises Refused, and the errors of the policy.
+        Commits the offset in its header. Raises Refused, NotFound, Forbidden, InvalidName and OverLimit.
         """
         self.answered_counts["other"] += 1
         fields = call.fields(PullFields)
@@ -282,7 +282,7 @@ class Pulls:
     ) -> Reply:
         """Wait until a message matches or the suspend time is over, and answer the pull.
 
-        Raises the errors of the policy if the topic is deleted or closed meanwhile, and those of `_read_and_answer`.
+        Raises NotFound or Forbidden if the topic is deleted or closed meanwhile, and the errors of `_read_and_answer`.
         """
         loop = asyncio.get_running_loop()
         wait_ms = fields.suspend_timeout_millis if fields.sys_flag & _SUSPEND else 0

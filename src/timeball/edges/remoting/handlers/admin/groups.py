@@ -104,7 +104,7 @@ class GroupAdmin:
         return await self._update_all(call, call.body(_Configs).group_config_list)
 
     async def _update_all(self, call: Call, configs: list[dict[str, msgspec.Raw]]) -> Reply:
-        """Create or change groups. Raises Refused, and the errors of the policy.
+        """Create or change groups. Raises Refused, Forbidden, InvalidName and OverLimit.
 
         If a configuration cannot be decoded, no group changes. If one is refused, only the groups before it change.
         """

@@ -170,7 +170,7 @@ class Progress:
     async def _reset(self, call: Call) -> Reply:
         """Serve INVOKE_BROKER_TO_RESET_OFFSET: set a group's offsets, and notify its members.
 
-        Raises GroupNotFound, Refused, and the errors of the policy.
+        Raises GroupNotFound, Refused, OutOfRange, NotFound and Forbidden.
         """
         fields = call.fields(_Reset)
         topic = self._find_topic(fields.topic)
