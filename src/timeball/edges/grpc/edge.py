@@ -132,7 +132,7 @@ class GrpcExchange(Exchange):
     dispatch: Dispatch
 
     def refuse(self, error: BaseException) -> None:
-        """Answer with the status for this error. See Reply."""
+        """Answer with the status for this error."""
         self.answer(self.method.encode(self.dispatch.failure_response(self.method.name, error)))
 
 
@@ -142,7 +142,7 @@ class AdmittedExchange(GrpcExchange):
     __slots__ = ()
 
     def begin(self, method: Method) -> Exchange | None:
-        """Check the caller and the account's share of the open calls, and begin. See Exchange."""
+        """Check the caller and the account's share of the open calls, then begin. None if the call has failed."""
         self.method = method
         assert self.dispatch.admit is not None
         try:

@@ -496,7 +496,10 @@ class PathTable:
         return self._results.get(url) or self._find(url)
 
     def _find(self, url: bytes) -> tuple[Target, Endpoint | None]:
-        """Parse a URL and compare its path with each template, and remember a short URL. See `find`."""
+        """Parse a URL, compare its path with each template, and remember the result for a short URL.
+
+        The endpoint is None if no template matches.
+        """
         parsed = parse_url(url)
         path = parsed.path.decode("ascii")
         if "%" in path:

@@ -136,7 +136,10 @@ class Exchange(Stream):
     # -- requests --------------------------------------------------------------------------------------------
 
     def received(self, payload: Payload) -> None:
-        """Handle DATA from the client. See Stream."""
+        """Keep the bytes of DATA, and read the requests that are complete.
+
+        Bytes that follow the only request of a call are dropped.
+        """
         if self._is_over or (self._has_begun and not self.method.takes_stream):
             return  # the call's only request is complete
         if not self._parts and self._try_single_frame(payload):
@@ -349,7 +352,7 @@ class Exchange(Stream):
             self.task = asyncio.get_running_loop().create_task(coroutine)
 
     def completion(self) -> asyncio.Future[None] | None:
-        """Return a future that is done when the call ends. See Stream."""
+        """Return a future that is done when the call ends, None if there is nothing to wait for."""
         if self.task is None and self._has_begun and not self._is_over:
             self._completion = self._completion or asyncio.get_running_loop().create_future()
         return self.task or self._completion
@@ -404,12 +407,12 @@ class Exchange(Stream):
         self._stop()
 
     def abandon(self) -> None:
-        """End the call without an answer. See Stream."""
+        """End the call without an answer, because its client has gone."""
         self._is_over = True
         self._stop()
 
     def check(self, now_s: float) -> None:
-        """Fail the call if the client's deadline, READ_S or TAKEN_S has passed. See Stream."""
+        """Fail the call if the client's deadline, READ_S or TAKEN_S has passed."""
         if self.deadline_s is not None and now_s > self.deadline_s:
             self.fail(GrpcStatus.DEADLINE_EXCEEDED, "the call's deadline has passed")
         elif self._since_s is not None and now_s - self._since_s > self.READ_S:

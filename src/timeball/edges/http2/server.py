@@ -206,7 +206,7 @@ class NotGrpc(Stream):
         return self if not self._is_answered or self.has_unsent else None
 
     def received(self, payload: Payload) -> None:
-        """Count DATA, and answer at its end, or when the window is half used up. See Stream.
+        """Count DATA, and answer at its end, or when the window is half used up.
 
         A body that does not have its stated length resets the stream (RFC 9113, 8.1.1).
         """
@@ -228,10 +228,10 @@ class NotGrpc(Stream):
         self.end(_NOT_GRPC_TRAILERS)
 
     def abandon(self) -> None:
-        """Do nothing: there is no task to end. See Stream."""
+        """Do nothing: there is no task to end."""
 
     def check(self, now_s: float) -> None:
-        """Answer after REFUSAL_S, and end the stream if the answer is not read within REFUSAL_S. See Stream."""
+        """Answer after REFUSAL_S, and end the stream if the answer is not read within REFUSAL_S."""
         if now_s - self._since_s > REFUSAL_S:
             if self._is_answered:
                 self.streams.reset(self, Fault.NO_ERROR)

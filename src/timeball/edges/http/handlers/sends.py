@@ -300,7 +300,7 @@ class Scheduled:
         )  # fmt: skip
 
     async def _cancel(self, call: Call) -> Answer:
-        """Cancel the messages with the id in the path, in all topics or the topic of the query. Shows the first verdict."""
+        """Cancel the messages with the id in the path, in all topics or in that of the query."""
         topic = call.query.get("topic")
         return _build_verdict_answer(
             await self._broker.cancel(ids=[call.path["id"]], topic=topic, caller=call.caller)
@@ -321,7 +321,7 @@ class Scheduled:
         )
 
     async def _reschedule_many(self, call: Call) -> Answer:
-        """Change the due time of the messages with these ids, or with these keys. See `_cancel_many`."""
+        """Change the due time of the messages with these ids or keys. Answers and raises as `_cancel_many`."""
         request: http_api.ReschedulingMany = await read_request(
             call, http_api.ReschedulingMany, self._broker.policy, Verb.LOOK
         )

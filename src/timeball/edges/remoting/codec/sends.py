@@ -301,7 +301,7 @@ def encode_reply(
 def _encode_binary(
     opaque: int, queue_id: int, queue_offset: int, msg_ids: str, unique_key: str, recall_handle: str
 ) -> bytes:
-    """Encode the answer to a send as a frame with a binary header. See `encode_reply`."""
+    """Encode the answer to a send as a frame with a binary header. The arguments are those of `encode_reply`."""
     queue, offset, ids, key = b"%d" % queue_id, b"%d" % queue_offset, msg_ids.encode(), unique_key.encode()
     pack_length = _INT.pack  # not by `_pair`: four calls would take 0.4 us per answer
     ext = b"".join(

@@ -439,14 +439,14 @@ class RunTicket(Piece, gc=False):
         return run.requests()
 
     def join(self, pieces: Sequence[Piece]) -> ParsedSends:
-        """Join pieces of a batch: as runs if all of them are runs, else as rows. See Piece."""
+        """Join pieces of a batch: as runs if all of them are runs, otherwise as rows."""
         runs = [piece.rows for piece in pieces]
         if all(type(piece) is RunTicket for piece in pieces):
             return Runs(self.codec, runs)
         return [row for run in runs for row in run]
 
     def apart(self) -> Sequence[Piece]:
-        """Split the run into one ticket per send. See Piece."""
+        """Split the run into one ticket for each send."""
         return (self,) if self.count == 1 else self.create_tickets(self)
 
 
@@ -464,13 +464,13 @@ class Runs:
         return chain.from_iterable(self._runs)
 
     def batch(self) -> SendBatch:
-        """Convert the sends to rows, or to columns if there are many. See SendRuns."""
+        """Convert the sends to rows, or to columns if there are more than FEW_ROWS_MAX."""
         return list(self) if len(self) <= FEW_ROWS_MAX else self._codec.join(self._runs)
 
     def log_rows(
         self, topics: Mapping[str, Topic], now_ms: int, last_ms: int, host: str
     ) -> SmallBatch | None:
-        """Encode the sends as rows of the log, in C. See SendRuns.
+        """Encode the sends as rows of the log, in C.
 
         Returns None, without any effect, if a send has a delay level, a due time before 0 or after `last_ms`, or a
         dead-letter topic, or if the texts of a column are too long for one frame.
