@@ -50,6 +50,7 @@ def test_each_batch_has_its_own_answer_even_if_one_is_refused(node: RunningNode)
 def test_a_fault_of_the_broker_is_answered(caplog: pytest.LogCaptureFixture) -> None:
     window = new_window()
     batch, slot, _ = enter_batch(window, 1)
+    # Without a broker, each send fails.
     Sends(None).put(batch, slot, ANONYMOUS)  # type: ignore[arg-type]
     assert json.loads(slot.answer or b"")["error"] == "error"
     assert "AttributeError" not in caplog.text.splitlines()[0] and "NoneType" in caplog.text

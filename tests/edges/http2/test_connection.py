@@ -438,12 +438,12 @@ def test_nothing_is_read_from_a_client_that_leaves_its_answers_unread(
     with RawClient(node) as client:
         client.headers(headers=fields("/nothing", x_kept="1"))
         # These calls refer to the headers of the first one. So they have a few bytes each, and their answers many.
-        one = client.block(fields("/nothing", x_kept="1"))
+        block = client.block(fields("/nothing", x_kept="1"))
         client.socket.settimeout(2.0)
         sent = 0
         with pytest.raises(TimeoutError):
             for _ in range(1_000):
-                client.socket.sendall(calls_without_request(client, one, 1_000))
+                client.socket.sendall(calls_without_request(client, block, 1_000))
                 sent += 1
         (connection,) = (
             each
@@ -469,11 +469,11 @@ def test_a_client_that_never_reads_is_disconnected(
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "STRAIN_PER_REFUSED_CALL", 0)
     with RawClient(node) as client:
-        one = client.block(fields("/nothing"))
+        block = client.block(fields("/nothing"))
         client.socket.settimeout(1.0)
         with pytest.raises(OSError):
             for _ in range(1_000):
-                client.socket.sendall(calls_without_request(client, one, 1_000))
+                client.socket.sendall(calls_without_request(client, block, 1_000))
         eventually(lambda: not node.node.edges.grpc._server.connections, "the client is disconnected")  # type: ignore[union-attr]
 
 

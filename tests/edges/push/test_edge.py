@@ -89,6 +89,7 @@ def test_a_subscription_that_could_not_start_leaves_the_edge_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable() -> ssl.SSLContext:
+        """Fail as if the root certificates could not be read."""
         raise OSError("the root certificates cannot be read")
 
     with (

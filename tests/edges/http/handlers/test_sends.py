@@ -227,6 +227,7 @@ def test_columns_are_accepted_whole_and_answered_with_counts(client: Client) -> 
 
 def test_a_repeated_send_gets_the_current_states_and_may_be_sent_again(client: Client) -> None:
     def send(body: str = "a", **headers: str) -> tuple[int, Any]:
+        """Send two messages with one idempotency key, and return the status and the answer."""
         answer = client.send(
             "anew", [{"body": body, "after": "1h"}, {"body": "now"}], idempotency_key="k", **headers
         )

@@ -9,6 +9,7 @@ from tests.edges.remoting.signing import SignedWire
 from tests.edges.remoting.wire import Wire, json_body
 from tests.node_fixture import RunningNode
 
+from timeball.broker.registry.topics import READ, WRITE
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.model.message import decode_properties, encode_properties
 
@@ -53,7 +54,7 @@ def test_a_client_with_a_namespace_replies_to_the_topic_of_its_namespace(
     object.__setattr__(node.broker.settings, "auto_create_topics", False)
     topic = f"ns%{TOPIC}"
     [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=topic))["queueDatas"]
-    assert (queues["writeQueueNums"], queues["perm"]) == (1, 6)
+    assert (queues["writeQueueNums"], queues["perm"]) == (1, READ | WRITE)
     with Wire.to(node) as asker:
         asker.ask_ok(RequestCode.HEART_BEAT, BEAT)
         asked = wire.send(REPLY_V2, b"yes", **(SHORT | {"b": topic}))
@@ -100,7 +101,7 @@ def test_only_a_message_that_asks_for_a_reply_gets_the_cluster_property(
 
 def test_the_reply_topic_has_a_route(wire: Wire) -> None:
     [queues] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=TOPIC))["queueDatas"]
-    assert (queues["writeQueueNums"], queues["perm"]) == (1, 6)
+    assert (queues["writeQueueNums"], queues["perm"]) == (1, READ | WRITE)
 
 
 def test_a_reply_requires_permission_to_send_to_the_reply_topic(

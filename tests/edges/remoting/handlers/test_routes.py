@@ -7,6 +7,7 @@ from tests.edges.remoting.handlers.test_sends import sent
 from tests.edges.remoting.wire import Wire, json_body
 from tests.node_fixture import RunningNode
 
+from timeball.broker.registry.topics import INHERIT, READ, WRITE
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON
 
@@ -20,7 +21,7 @@ def test_a_route_has_the_address_that_the_client_connected_to(node: RunningNode,
             assert answer.serialisation == serialisation
             route = json_body(answer)
         [queues], [broker] = route["queueDatas"], route["brokerDatas"]
-        assert (queues["readQueueNums"], queues["writeQueueNums"], queues["perm"]) == (3, 3, 6)
+        assert (queues["readQueueNums"], queues["writeQueueNums"], queues["perm"]) == (3, 3, READ | WRITE)
         assert broker["brokerAddrs"] == {"0": f"127.0.0.1:{node.node.remoting_port}"}
         assert broker["brokerName"] == queues["brokerName"] == "timeball"
 
@@ -30,17 +31,16 @@ def test_an_unknown_topic_has_no_route_but_the_template_topic_has_one(wire: Wire
     assert answer.code == ResponseCode.TOPIC_NOT_EXIST
     assert answer.remark == "No topic route info in name server for the topic: nobody"
     route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
-    assert route["queueDatas"][0]["perm"] == 7
+    assert route["queueDatas"][0]["perm"] == READ | WRITE | INHERIT
 
 
 def test_a_retry_topic_has_a_route_before_its_group_is_known(wire: Wire) -> None:
     """A consumer requests this route before its first heartbeat, and again only after a long time."""
     route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%nobody"))
-    assert [(q["readQueueNums"], q["perm"]) for q in route["queueDatas"]] == [(1, 6)]
-    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 249).code != 0
-    wire.ask_ok(
-        RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 248
-    )  # the longest group and topic
+    assert [(q["readQueueNums"], q["perm"]) for q in route["queueDatas"]] == [(1, READ | WRITE)]
+    longest = "%RETRY%" + "x" * 248  # with the longest group and topic
+    wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=longest)
+    assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=longest + "x").code != 0
 
 
 def test_an_invalid_topic_name_is_refused(wire: Wire) -> None:
