@@ -67,9 +67,8 @@ def make_all_requests(which: str, client: Driver, broker: StockBroker) -> None:
         talk.stop(ordered)
     client.wait_deliveries(consumer, 5, done=True)
     broadcast = talk.listen(broadcast=True, group="recorded-broadcast")
-    while not client.deliveries(
-        broadcast
-    ):  # the C++ client receives only messages that are sent after its start
+    # The C++ client receives only messages that are sent after its start.
+    while not client.deliveries(broadcast):
         talk.send("to all", tag="A", level=1)
         client.wait_deliveries(consumer, len(client.deliveries(consumer)) + 1)
     if which == CPP:

@@ -223,11 +223,8 @@ def test_a_record_that_cannot_be_delivered_is_a_dead_letter(place: Place) -> Non
         (b"nowhere", [("after", b"1s"), ("deliver-to", b"no.such.topic")], "no topic"),
         # The client that produces the following records needs a higher limit.
         (b"x" * 5_000_000, [("after", b"1s")], "5000000 bytes"),
-        (
-            b"y" * 30_000,
-            [("after", b"1ms")],
-            "Kafka: ",
-        ),  # Timeball accepts it, and the topic of --out refuses it
+        # Timeball accepts this value, and the topic of --out refuses it.
+        (b"y" * 30_000, [("after", b"1ms")], "Kafka: "),
         (b"headers", [("after", b"1s"), ("h", b"z" * 40_000)], "key and headers"),
     ]
     place.produce([{"value": value, "key": b"k", "headers": headers} for value, headers, _ in wrong[:4]])

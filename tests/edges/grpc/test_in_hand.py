@@ -44,9 +44,7 @@ class Model:
 
     waiting: set[str] = field(default_factory=set)
     in_flight: dict[str, Lease] = field(default_factory=dict)
-    stale: list[definition.Message] = field(
-        default_factory=list
-    )  # messages whose handles are not valid any more
+    stale: list[definition.Message] = field(default_factory=list)  # their handles are not valid any more
     acknowledged: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)

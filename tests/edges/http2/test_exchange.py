@@ -257,11 +257,8 @@ def test_a_message_up_to_the_maximum_is_decompressed(
         (b"", "identity", GrpcStatus.UNIMPLEMENTED),
         (b"", "snappy", GrpcStatus.UNIMPLEMENTED),
         (b"no gzip", "gzip", GrpcStatus.INTERNAL),
-        (
-            gzip.compress(b"abc", mtime=0)[:-1],
-            "gzip",
-            GrpcStatus.INTERNAL,
-        ),  # these bytes are part of the test's name
+        # These bytes are part of the name of the test.
+        (gzip.compress(b"abc", mtime=0)[:-1], "gzip", GrpcStatus.INTERNAL),
         (zlib.compress(bytes(BYTES_MAX + 1)), "deflate", GrpcStatus.RESOURCE_EXHAUSTED),
     ],
 )

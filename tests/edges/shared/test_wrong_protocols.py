@@ -117,9 +117,8 @@ def test_a_client_of_another_protocol_is_logged_once(
 ) -> None:
     node, expected = nodes[has_tls], (EDGES_WITH_TLS if has_tls else EDGES)[edge]
     ports = node.node.edges.ports  # type: ignore[union-attr]
-    noted = (
-        WrongProtocols()
-    )  # a new one, because another test may have logged the same protocol within this minute
+    # A new object, because another test may have logged the same protocol within this minute.
+    noted = WrongProtocols()
     noted.listens(ports, has_tls=has_tls)
     for module in (remoting, http2, http, first_byte):
         monkeypatch.setattr(module, "WRONG_PROTOCOLS", noted)

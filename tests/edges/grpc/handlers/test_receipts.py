@@ -113,9 +113,8 @@ async def test_a_longer_invisible_time_keeps_the_handle_valid(consumer: Consumer
     assert await consumer.receive() == []
     assert changed.receipt_handle == message.system_properties.receipt_handle
     assert codes(await consumer.ack(message))[0] == OK
-    assert (
-        codes(await consumer.ack(message_with_handle(changed.receipt_handle)))[0] == OK
-    )  # the same handle once more
+    # The same handle once more.
+    assert codes(await consumer.ack(message_with_handle(changed.receipt_handle)))[0] == OK
 
 
 @pytest.mark.parametrize("ms", [0, 10, 500, 1_000, 5_000])

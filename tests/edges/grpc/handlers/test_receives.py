@@ -328,9 +328,8 @@ def test_unread_responses_of_an_address_are_limited(monkeypatch: pytest.MonkeyPa
         (late,) = await waiting  # refused after its wait. Its message is not lost
         assert late.status.code == Code.TOO_MANY_REQUESTS
         assert len(await other.receive(topic="later", wait_ms=20_000)) == 1
-        assert (
-            len(await other.receive(batch_size=1)) == 1
-        )  # this client reads its responses, so it is not refused
+        # This client reads its responses, so it is not refused.
+        assert len(await other.receive(batch_size=1)) == 1
         await responses.aclose()
         assert len(await consumer.receive(wait_ms=20_000)) == 1
 
@@ -448,9 +447,8 @@ async def test_a_new_group_begins_at_the_end_if_configured_so(consumer: Consumer
     assert await consumer.receive("late") == []
     await consumer.send(2)
     assert len(await consumer.receive("late")) == 2
-    groups.update(
-        SubscriptionGroup("early", consume_from_min_enable=False)
-    )  # has no effect, because the group is not new
+    # This has no effect, because the group is not new.
+    groups.update(SubscriptionGroup("early", consume_from_min_enable=False))
     assert len(await consumer.receive("early")) == 2
     # A queue that is created later is read from its beginning.
     await consumer.world.broker.create_topic(TOPIC, 9)

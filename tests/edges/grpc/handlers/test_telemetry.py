@@ -51,9 +51,8 @@ def test_a_stream_that_its_client_ends_is_ended(node: RunningNode, wire: Wire) -
     stream.end()
     assert list(stream) == []
     client = session_of(node, "client-1")
-    assert (
-        client is not None and client.streams == []
-    )  # the session continues, so the client can open another
+    # The session continues, so the client can open another stream.
+    assert client is not None and client.streams == []
 
 
 def test_a_cancelled_stream_is_removed_from_its_session(node: RunningNode, wire: Wire) -> None:
@@ -111,9 +110,8 @@ def test_notify_client_termination_ends_the_session(node: RunningNode, wire: Wir
         "NotifyClientTermination", service.NotifyClientTerminationRequest(group=definition.Resource(name="g"))
     )
     assert session_of(node, "client-1") is None
-    wire.ask_ok(
-        "NotifyClientTermination", service.NotifyClientTerminationRequest()
-    )  # a second time it has no effect
+    # A second time it has no effect.
+    wire.ask_ok("NotifyClientTermination", service.NotifyClientTerminationRequest())
     assert (
         wire.ask("Heartbeat", service.HeartbeatRequest()).status.code
         == definition.Code.UNRECOGNIZED_CLIENT_TYPE

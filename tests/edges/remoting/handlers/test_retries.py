@@ -231,9 +231,8 @@ async def test_a_return_whose_topic_cannot_be_created_fails_alone(
     retries, seq = create_retries(world), await send(world)
     world.broker.tables.groups.update(SubscriptionGroup("others"))
     assert await return_together(retries, (seq, "readers")) == [0]
-    monkeypatch.setattr(
-        limits, "TOPICS_MAX", 1
-    )  # so the dead-letter topic of the other group cannot be created
+    # The dead-letter topic of the other group cannot be created.
+    monkeypatch.setattr(limits, "TOPICS_MAX", 1)
     assert await return_together(retries, (seq, "others"), (seq, "readers")) == [ResponseCode.SYSTEM_BUSY, 0]
 
 

@@ -210,9 +210,8 @@ def test_a_send_whose_answer_cannot_be_encoded_is_answered_with_an_error(
     def broken(*args: object) -> bytes:
         raise ValueError("secret")
 
-    assert (
-        sent(wire).code == 0
-    )  # the topic exists from here on, so the compiled codec accepts and answers sends
+    # The topic exists from here on, so the compiled codec accepts and answers sends.
+    assert sent(wire).code == 0
     assert node.node.edges is not None
     sends = node.node.edges.remoting._sends
     monkeypatch.setattr(module, "encode_reply", broken)
