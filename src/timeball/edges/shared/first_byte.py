@@ -35,7 +35,7 @@ _KAFKA_KEY_MAX, _KAFKA_VERSION_MAX = 100, 30  # api_key and api_version of a req
 
 def protocol_of(data: bytes) -> str:
     """Recognise the protocol of a connection by its first bytes. Returns "" for an unknown protocol."""
-    if data[:2] == b"\x16\x03":
+    if data[:2] == b"\x16\x03":  # a handshake record of TLS, or of SSL 3
         return "TLS"
     if data[:4] == b"PRI ":
         return "HTTP/2"

@@ -67,6 +67,7 @@ def test_a_client_with_a_namespace_replies_to_the_topic_of_its_namespace(
 
 def test_a_reply_that_cannot_be_pushed_is_refused_at_once(node: RunningNode, wire: Wire) -> None:
     def remark_of_refusal(**changed: object) -> str:
+        """Send a reply with changed fields, which must be refused, and return the remark."""
         answer = wire.ask(REPLY_V2, b"yes", **(SHORT | changed))
         assert answer.code != ResponseCode.SUCCESS
         return str(answer.remark)
