@@ -88,7 +88,7 @@ def test_a_restart_continues_subscriptions_except_those_no_longer_allowed(tmp_pa
 def test_a_subscription_that_could_not_start_leaves_the_edge_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable() -> ssl.SSLContext:
+    def fail_to_read() -> ssl.SSLContext:
         """Fail as if the root certificates could not be read."""
         raise OSError("the root certificates cannot be read")
 
@@ -98,7 +98,7 @@ def test_a_subscription_that_could_not_start_leaves_the_edge_idle(
         client_of(node) as client,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(ssl, "create_default_context", unreadable)
+            patch.setattr(ssl, "create_default_context", fail_to_read)
             subscribe(client, "broken", receiver)
             eventually(lambda: show(client, "broken")["last_failure"], "its failure is shown")
             assert "OSError" in show(client, "broken")["last_failure"]

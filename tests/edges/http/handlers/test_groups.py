@@ -16,9 +16,7 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 
 
-def given_up(
-    node: RunningNode, client: Client, topic: str, group: str, *messages: dict[str, Any]
-) -> None:
+def given_up(node: RunningNode, client: Client, topic: str, group: str, *messages: dict[str, Any]) -> None:
     """Send messages, and let a group make each of them a dead letter."""
     assert client.send(topic, list(messages)).status == 201
 
@@ -61,9 +59,7 @@ def test_groups_are_listed_in_pages(client: Client) -> None:
 def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: RunningNode) -> None:
     binary = base64.b64encode(bytes([0, 255])).decode()
     long = "é" * (1 << 20)
-    given_up(
-        node, client, "jobs", "movers", {"body": "x", "key": "k"}, {"base64": binary}, {"body": long}
-    )
+    given_up(node, client, "jobs", "movers", {"body": "x", "key": "k"}, {"base64": binary}, {"body": long})
     path = "/v1/groups/movers/dead-letters"
     first = client.ask("GET", path, query={"max": 2}).value
     rest = client.ask("GET", path, query={"max": 2, "page": first["next_page"]}).value
