@@ -178,7 +178,7 @@ def timeball_key(topic: str, key: bytes) -> str:
 
 
 def message_of(record: Record, rules: TopicRules, now_ms: int) -> BridgeMessage:
-    """Build the message of a record, or its dead letter if the record cannot be accepted."""
+    """Build the message of a record, or its dead letter (with the text of Refused) if the record cannot be accepted."""
     try:
         _check_header_names(record.headers)
         due_ms = _due_ms(record, now_ms)

@@ -179,7 +179,10 @@ class ManualTime:
         return Answer(200, answers_codec.clock_answer(self._time.now_ms))
 
     async def _advance(self, call: Call) -> Answer:
-        """Advance the clock step by step to a time, and list the first messages that were released on the way."""
+        """Advance the clock step by step to a time, and list the first messages that were released on the way.
+
+        Raises InvalidMessage unless the request names one time, and the errors of `read_request`.
+        """
         request: codec.Moving = await read_request(call, codec.Moving, self._broker.policy, Verb.ADMIN)
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:
@@ -240,7 +243,10 @@ class Groups:
         return Answer(200, GroupOffsets(group, topic, offsets))
 
     async def _commit_offsets(self, call: Call) -> Answer:
-        """Commit offsets of a group by queue, and answer with all its offsets in the topic."""
+        """Commit offsets of a group by queue, and answer with all its offsets in the topic.
+
+        Raises OutOfRange for an invalid queue or offset, NotFound, and the errors of `read_request`.
+        """
         topic, group = call.path["topic"], parse_group(call)
         request: http_api.Committing = await read_request(
             call, http_api.Committing, self._broker.policy, Verb.RECEIVE, topic=topic, group=group
@@ -276,7 +282,10 @@ class Groups:
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
 
     async def _delete_dead_letters(self, call: Call) -> Answer:
-        """Delete the dead letters that are named, or all dead letters of the group."""
+        """Delete the dead letters that are named, or all dead letters of the group.
+
+        Raises InvalidMessage for fields of a resend, OutOfRange, and the errors of `read_request`.
+        """
         request: http_api.Resolving = await read_request(
             call, http_api.Resolving, self._broker.policy, Verb.ADMIN
         )

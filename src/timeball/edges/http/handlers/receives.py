@@ -84,7 +84,10 @@ class Receives:
         }
 
     async def _receive(self, call: Call) -> Answer:
-        """Lease messages to a group, and answer with them. With `wait`, wait for the first message."""
+        """Lease messages to a group, and answer with them. With `wait`, wait for the first message.
+
+        Raises OutOfRange for a long wait, the errors of `check_no_body` and `_build_request`, and ClientDisconnected.
+        """
         topic, group, query = call.path["topic"], parse_group(call), call.query
         await check_no_body(call, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
         wait_ms = delay_ms(query.get("wait", "0"), "wait")
@@ -163,6 +166,7 @@ class Receives:
         """Build the request of a receive or a stream. Checks filter and caller, and lets the group join the topic.
 
         `is_patient`: the request may wait for the message that creates the topic. A missing topic is then no error.
+        Raises InvalidMessage, InvalidFilter, InvalidDelay, InvalidName, OutOfRange, NotFound, Forbidden and OverLimit.
         """
         topic, group, query, policy = call.path["topic"], parse_group(call), call.query, self._broker.policy
         self._build_filter(query, topic, None)  # refuses an invalid filter before the wait

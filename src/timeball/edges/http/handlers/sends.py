@@ -287,7 +287,10 @@ class Scheduled:
         return Answer(200, data, size_bytes=len(data))
 
     async def _reschedule(self, call: Call) -> Answer:
-        """Change the due time of the messages with an id. The answer has the first verdict."""
+        """Change the due time of the messages with the id in the path. The answer has the first verdict.
+
+        Raises InvalidMessage unless the request names one time, and the errors of `read_request`.
+        """
         request: codec.Moving = await read_request(call, codec.Moving, self._broker.policy, Verb.LOOK)
         due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
         if due_ms is None and delay_ms is None:

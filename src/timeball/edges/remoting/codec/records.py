@@ -119,7 +119,10 @@ class StoredFrame:
     def append_messages(
         self, out: bytearray, seqs: list[int] | EntryArray, begin: int, store_host: Host, bytes_max: int
     ) -> int:
-        """Append the messages `seqs[begin:]` that are in this frame and fit. See implementation.StoredFrame."""
+        """Append the messages `seqs[begin:]` that are in this frame and fit. Returns the index of the first left out.
+
+        Raises OutOfRange for a row that is not visible.
+        """
         seqs = seqs if isinstance(seqs, list) else seqs["seq"].tolist()
         seqs_in_frame = itertools.takewhile(lambda seq: self.first_seq <= seq < self.end_seq, seqs[begin:])
         row_indices = [seq - self.first_seq for seq in seqs_in_frame]

@@ -455,7 +455,10 @@ class Assignments:
         return call.answer_json({"messageQueueAssignments": assignments})
 
     async def _set_mode(self, call: Call) -> Reply:
-        """Serve SET_MESSAGE_REQUEST_MODE: set whether a group pulls or pops a topic. Durable when answered."""
+        """Serve SET_MESSAGE_REQUEST_MODE: set whether a group pulls or pops a topic. Durable when answered.
+
+        Raises Refused for a retry topic.
+        """
         mode = call.body(RequestMode)
         if mode.topic.startswith(RETRY_PREFIX):
             raise Refused(ResponseCode.NO_PERMISSION, "retry topic is not allowed to set mode")
