@@ -187,6 +187,7 @@ class NameServer:
         groups = sorted(self._groups(), key=lambda group: group.name)
 
         async def ask_group(group: GroupLeader) -> Command | None:
+            """Ask the leader of one group."""
             if group.leader is None:
                 return None
             try:

@@ -208,7 +208,7 @@ class SharedLimit:
             self._by_account[account] = self._by_account.get(account, 0) + 1
 
     def give_back(self, address: str, account: str = "") -> None:
-        """Count one call less."""
+        """Count one call of this address and account less."""
         self.taken -= 1
         _subtract(self.by_address, address)
         if account:

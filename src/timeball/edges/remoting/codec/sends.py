@@ -215,7 +215,7 @@ def _read_value(header: bytes, position: int, name: bytes) -> tuple[bytes, int]:
 
 
 def _decode_part_cached(cache: dict[bytes, SendFields], data: bytes) -> SendFields | None:
-    """Look up or decode the fields of one of the two cached parts of a header. See `_decode_part`."""
+    """Look up the fields of one of the two cached parts of a header, or decode them as `_decode_part` does."""
     fields = cache.get(data)
     if fields is None:
         fields = _decode_part(data)
