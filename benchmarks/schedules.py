@@ -166,7 +166,7 @@ async def _fill(data: Path, count: int, rule_of: RuleOf) -> None:
         ]
         continuation = broker.successors.continuation(nexts, now)
         durable = broker.appender.append(continuation.rows(broker.log.writer.next_seq)).durable
-        continuation.keep()
+        continuation.apply()
         await durable
     await node.stop()
 

@@ -29,7 +29,7 @@ async def apply_retention(world: World, after_ms: int = 2 * HOUR_MS) -> None:
     for _ in range(3):
         await world.send("filler", [None] * 6, 100_000)
     # The offsets are saved by a timer of real time. A row that it writes after the advance would keep its segment.
-    await world.broker.consuming.saver.saved()
+    await world.broker.consuming.saver.save_and_wait()
     world.clock.advance(after_ms)
     await world.checkpoint()
     await world.apply_retention()

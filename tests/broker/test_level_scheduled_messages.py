@@ -34,7 +34,7 @@ async def rows_of(world: World, topic: str) -> list[dict[str, Any]]:
 @on_node()
 async def test_a_message_with_a_delay_level_is_released_exactly_after_its_delay(world: World) -> None:
     accepted = await world.broker.send(batch_of_levels(3, queue_id=[1], tag=["t"], properties=["TAGS\x01t"]))
-    [level_row] = accepted.kept.to_pylist()
+    [level_row] = accepted.stored_rows.to_pylist()
     stored = (level_row["kind"], level_row["topic"], level_row["queue_id"], level_row["queue_offset"])
     assert stored == (Kind.SCHEDULED, SCHEDULE_TOPIC, 2, 0)
     assert level_row["due_ms"] == accepted.store_ms + 10_000
@@ -66,7 +66,7 @@ async def test_a_batch_may_mix_immediate_delayed_and_level_messages(world: World
         4, topic=["a", "b", "c", "a"], delay_level=[0, 1, None, 99],
         due_ms=[None, None, world.clock.wall + 500, None],
     )  # fmt: skip
-    accepted = (await world.broker.send(sent)).kept
+    accepted = (await world.broker.send(sent)).stored_rows
     assert accepted.column("kind").to_pylist() == [Kind.MESSAGE, *[Kind.SCHEDULED] * 3]
     assert accepted.column("topic").to_pylist() == ["a", SCHEDULE_TOPIC, "c", SCHEDULE_TOPIC]
     assert accepted.column("queue_id").to_pylist()[1::2] == [0, 17], (
@@ -223,7 +223,7 @@ async def test_a_level_message_to_a_missing_topic_is_refused(world: World) -> No
 
 @on_node(delay_levels="2s 1h")
 async def test_a_configured_table_of_delay_levels_is_used(world: World) -> None:
-    accepted = (await world.broker.send(batch_of_levels(1, 2, 3))).kept
+    accepted = (await world.broker.send(batch_of_levels(1, 2, 3))).stored_rows
     assert accepted.column("queue_id").to_pylist() == [0, 1, 1]
     assert len(world.broker.queues(SCHEDULE_TOPIC)) == 18
     await world.advance(2 * SECOND_MS)

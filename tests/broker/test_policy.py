@@ -100,19 +100,19 @@ async def test_topic_changes_take_effect_at_once(world: World) -> None:
     policy, topics = world.broker.policy, world.broker.tables.topics
     await world.broker.send(batch(1))
     assert (
-        policy.destination("orders", ANONYMOUS)
+        policy.find_destination("orders", ANONYMOUS)
         is topics.get("orders")
-        is policy.destination("orders", ANONYMOUS)
+        is policy.find_destination("orders", ANONYMOUS)
     )
     close_to_writers(world)
     with pytest.raises(Forbidden):
-        policy.destination("orders", ANONYMOUS)
+        policy.find_destination("orders", ANONYMOUS)
     topics.configure("orders", TopicConfig(2, 2, perm=WRITE))
-    assert policy.destination("orders", ANONYMOUS) is not None
+    assert policy.find_destination("orders", ANONYMOUS) is not None
     with pytest.raises(Forbidden, match="not for reading"):
-        policy.readable("orders", ANONYMOUS)
+        policy.find_readable_topic("orders", ANONYMOUS)
     delete(world)
-    assert policy.destination("orders", ANONYMOUS) is None, "the next message creates the topic"
+    assert policy.find_destination("orders", ANONYMOUS) is None, "the next message creates the topic"
 
 
 @on_node(queues_per_topic=4)
@@ -121,7 +121,7 @@ async def test_a_new_topic_has_the_requested_queues_up_to_the_default_number(
 ) -> None:
     policy, topics = world.broker.policy, world.broker.tables.topics
     for name, requested, queues in (("a", None, 4), ("b", 2, 2), ("c", 99, 4), ("d", 0, 4), ("e", -1, 1)):
-        policy.admit([name], ANONYMOUS, requested)
+        policy.ensure_topics([name], ANONYMOUS, requested)
         assert len(topics.get(name).queues) == queues
 
 
@@ -137,14 +137,14 @@ async def test_a_retry_topic_is_created_only_for_an_existing_group(world: World)
 @on_node()
 async def test_a_group_that_is_switched_off_or_may_not_broadcast_is_refused(world: World) -> None:
     policy, groups = world.broker.policy, world.broker.tables.groups
-    assert policy.joined("g", ANONYMOUS, broadcasting=True) == SubscriptionGroup("g")
+    assert policy.ensure_group("g", ANONYMOUS, broadcasting=True) == SubscriptionGroup("g")
     groups.update(SubscriptionGroup("g", consume_broadcast_enable=False))
-    policy.joined("g", ANONYMOUS)
+    policy.ensure_group("g", ANONYMOUS)
     with pytest.raises(Forbidden, match="may not broadcast"):
-        policy.joined("g", ANONYMOUS, broadcasting=True)
+        policy.ensure_group("g", ANONYMOUS, broadcasting=True)
     groups.update(SubscriptionGroup("g", consume_enable=False))
     requests = (
-        lambda: policy.joined("g", ANONYMOUS),
+        lambda: policy.ensure_group("g", ANONYMOUS),
         lambda: policy.check_group("g"),
         lambda: world.broker.offsets("g", "orders"),
     )

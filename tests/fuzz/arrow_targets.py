@@ -139,7 +139,7 @@ def check_batches(data: bytes) -> None:
         columns = kind(schema)
         for header, body in messages:
             batch = ipc.read_batch(header, body[: max(0, len(body) - missing_bytes)], schema)
-            check_batch(columns.adopt(batch, lambda *_, **__: None), kind)
+            check_batch(columns.check_and_convert(batch, lambda *_, **__: None), kind)
     except (RequestError, OverLimit):
         pass
 

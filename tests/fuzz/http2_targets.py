@@ -20,7 +20,7 @@ from tests.fuzz.target import Target
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.http2 import connection, frames
 from timeball.edges.http2.connection import UNPACKED_BYTES_MAX, Bounds, Connection
-from timeball.edges.http2.exchange import Exchange, Method, Room
+from timeball.edges.http2.exchange import CallLimits, Exchange, Method
 from timeball.edges.http2.frames import BrokenRule, FrameReader, Payload, frame, literal
 from timeball.edges.http2.hpack_decoder import HpackDecoder
 from timeball.edges.http2.server import Server
@@ -146,7 +146,9 @@ class Echo(test_server.Echo):
     """A service of two calls: one answers its request, the other each request of a stream."""
 
     def __init__(self) -> None:
-        self.room = Room(MemoryQuota(16_384, REQUEST_BYTES_MAX), REQUEST_BYTES_MAX, SharedLimit("calls", 64))
+        self.call_limits = CallLimits(
+            MemoryQuota(16_384, REQUEST_BYTES_MAX), REQUEST_BYTES_MAX, SharedLimit("calls", 64)
+        )
         self.methods: Mapping[str, Method] = {
             "/e/one": Method("one", False, False, decode_request, bytes, (ValueError,)),
             "/e/all": Method("all", True, True, decode_request, bytes, (ValueError,)),
@@ -204,7 +206,7 @@ async def converse(pieces: list[bytes]) -> None:
         await asyncio.sleep(0)
     for _ in range(TURNS):
         await asyncio.sleep(0)
-    assert service.room.received.held_bytes <= 16_384
+    assert service.call_limits.received.held_bytes <= 16_384
     assert wire.written_bytes <= OUT_BYTES_MAX
     tasks = [stream.task for stream in open_calls if stream.task is not None]
     link.connection_lost(None)
@@ -214,7 +216,7 @@ async def converse(pieces: list[bytes]) -> None:
             raise result
     assert not errors, errors
     assert not link.streams.open
-    assert (service.room.received.held_bytes, service.room.calls.taken) == (0, 0)
+    assert (service.call_limits.received.held_bytes, service.call_limits.calls.taken) == (0, 0)
 
 
 def check_connection(data: bytes) -> None:

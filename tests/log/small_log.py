@@ -17,7 +17,7 @@ from timeball.io.clock import ManualClock
 from timeball.io.files import Files
 from timeball.log.disk_thread import Disk, DiskThread
 from timeball.log.reader import LogReader
-from timeball.log.recovery import Opened, open_log
+from timeball.log.recovery import OpenedLog, open_log
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
 from timeball.model.config import Durability
@@ -127,7 +127,7 @@ async def eventually(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-def reopened(files: Files, *, segment_bytes: int = SEGMENT_BYTES, durable_before_seq: int = 0) -> Opened:
+def reopened(files: Files, *, segment_bytes: int = SEGMENT_BYTES, durable_before_seq: int = 0) -> OpenedLog:
     """Run recovery on these files."""
     return open_log(
         files, segment_bytes=segment_bytes, now_ms=ManualClock().wall, durable_before_seq=durable_before_seq

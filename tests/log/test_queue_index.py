@@ -316,8 +316,8 @@ def test_forget_hides_the_entries_before_a_row_and_returns_the_files_that_have_n
 
 def test_offsets_are_hidden_before_their_file_is_forgotten() -> None:
     indexes, queue = queue_of_900_entries(CrashFiles())
-    assert indexes.beginning_before(1) == []
-    assert indexes.beginning_before(450) == [queue]
+    assert indexes.find_queues_before(1) == []
+    assert indexes.find_queues_before(450) == [queue]
     assert first_offsets([queue], 450) == [449]
     queue.hide_before(449)
     queue.hide_before(3)

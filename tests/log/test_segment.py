@@ -79,7 +79,7 @@ def three_segments() -> Segments:
 
 def test_holding_finds_the_segment_of_a_number() -> None:
     segments = three_segments()
-    assert [segments.holding(seq).ordinal for seq in range(1, 10)] == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert [segments.find_segment(seq).ordinal for seq in range(1, 10)] == [1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert (segments.first_seq, segments.next_seq, segments.last.ordinal) == (1, 10, 3)
     assert segments.size_bytes == 192 + 320 + 192
 
@@ -87,7 +87,7 @@ def test_holding_finds_the_segment_of_a_number() -> None:
 @pytest.mark.parametrize("seq", [-1, 0, 10, 10**18])
 def test_number_outside_the_log_raises_out_of_range_with_the_kept_range(seq: int) -> None:
     with pytest.raises(OutOfRange, match="keeps 1 to 9"):
-        three_segments().holding(seq)
+        three_segments().find_segment(seq)
 
 
 def test_only_the_oldest_segments_may_be_dropped_and_never_all() -> None:

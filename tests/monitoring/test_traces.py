@@ -265,7 +265,7 @@ def test_a_sampler_with_a_ratio_changes_only_the_sampled_messages_of_a_batch(
             world.clock.advance(1_000)  # so that the rate limit allows another second of spans
             accepted, durable = accept(batch(50, properties=["a\x01b\x02"] * 50))
             await durable
-            texts += column(accepted.kept, "properties")
+            texts += column(accepted.stored_rows, "properties")
         with_context = [text for text in texts if text != "a\x01b\x02"]
         assert 50 < len(with_context) < 150
         form = re.compile(f"traceparent\x0100-[0-9a-f-]+-{FLAGS}\x02a\x01b\x02")
@@ -286,7 +286,7 @@ def test_messages_in_columns_get_contexts_and_keep_their_own(rows: int) -> None:
         accepted, durable = accept(batch(rows, **columns))
         await durable
         first, second, third, *_ = (
-            decode_properties(text or "") for text in column(accepted.kept, "properties")
+            decode_properties(text or "") for text in column(accepted.stored_rows, "properties")
         )
         assert set(first) == {TRACEPARENT} and second == {TRACEPARENT: PARENT}
         assert set(third) == {TRACEPARENT, "a"} and third[TRACEPARENT] != first[TRACEPARENT]

@@ -256,7 +256,7 @@ def test_settled_pair_does_not_settle_its_number_at_another_due_time() -> None:
     assert outcomes.cancel(*columns([(10, 1), (20, 1), (30, 2)])).all()
     pairs = columns([(10, 1), (20, 1), (30, 1), (10, 2), (30, 2)])
     assert outcomes.is_settled(*pairs).tolist() == [True, True, False, False, True]
-    assert outcomes.waits(*pairs).tolist() == [False, False, True, True, False]
+    assert outcomes.are_pending(*pairs).tolist() == [False, False, True, True, False]
 
 
 def test_cursor_uses_the_recorded_due_time_not_the_original_one() -> None:

@@ -488,7 +488,7 @@ class Maintenance:
         indexes = self._tables.topics.indexes
         # The list of tens of thousands of queues takes too long for the thread that reads for releases.
         async for share in shares(
-            await in_thread(self._threads.background, indexes.beginning_before, before_seq)
+            await in_thread(self._threads.background, indexes.find_queues_before, before_seq)
         ):
             offsets = await in_thread(self._threads.reader, first_offsets, share, before_seq)
             for index, offset in zip(share, offsets, strict=True):

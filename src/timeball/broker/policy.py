@@ -2,11 +2,11 @@
 
     a caller                    checks
     makes any request           `allow`: the permissions of its account (access.py); ANONYMOUS may do everything
-    sends, now or for later     `destination`, then `admit`: a name that is not reserved, write permission, a queue to
-                                write to; creates a missing topic where that is allowed
-    returns a message           `returning`: the retry or dead letter topic of the group, created if it is missing
-    pulls, receives, pops       `readable`: read permission; reading never creates a topic
-    consumes as a group         `joined`, `check_group`: consume_enable, and whether it may broadcast
+    sends, now or for later     `find_destination`, then `ensure_topics`: a name that is not reserved, write
+                                permission, a queue to write to; creates a missing topic where that is allowed
+    returns a message           `ensure_return_topic`: creates the group's retry or dead letter topic if it is missing
+    pulls, receives, pops       `find_readable_topic`: read permission; reading never creates a topic
+    consumes as a group         `ensure_group`, `check_group`: consume_enable, and whether it may broadcast
     creates, deletes a topic    `check_managed`: a name that is not reserved
 
 Each operation of service.py has a caller and makes these checks itself. Other requests (heartbeats, routes, queries of
@@ -82,7 +82,7 @@ class Policy:
 
     # -- sending ---------------------------------------------------------------------------------------------
 
-    def destination(self, name: str, caller: Caller) -> Topic | None:
+    def find_destination(self, name: str, caller: Caller) -> Topic | None:
         """Find a topic to send to, and check that the caller may. None if the first message would create the topic.
 
         Creates no topic. Raises InvalidName, Forbidden and NotFound.
@@ -98,38 +98,41 @@ class Policy:
             self._version = self._topics.version
         topic = self._destinations.get(name)
         if topic is None:
-            topic = self._find_destination(name)
+            topic = self._look_up_destination(name)
             # A retry topic is not cached, because its group may be deleted.
             if topic is not None and not name.startswith(RETRY_PREFIX):
                 self._destinations[name] = topic
         return topic
 
-    def destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
-        """Find the topics to send to, by name. None if a first message would create one. Raises as `destination`."""
+    def find_destinations(self, names: set[str], caller: Caller) -> dict[str, Topic] | None:
+        """Find the topics to send to, by name. None if a first message would create one.
+
+        Raises the errors of `find_destination`.
+        """
         topics: dict[str, Topic] = {}
         for name in names:
-            topic = self.destination(name, caller)
+            topic = self.find_destination(name, caller)
             if topic is None:
                 return None
             topics[name] = topic
         return topics
 
-    def admit(self, names: Iterable[str], caller: Caller, queues: int | None = None) -> None:
+    def ensure_topics(self, names: Iterable[str], caller: Caller, queues: int | None = None) -> None:
         """Check that the caller may send to all of these topics, and create the missing topics.
 
         `queues` is the number of queues that the client requests for a new topic, limited by the settings. Raises
         InvalidName, Forbidden, NotFound and OverLimit.
         """
         # Check all before creating one: a refused request must not leave new topics.
-        missing = [name for name in names if self.destination(name, caller) is None]
+        missing = [name for name in names if self.find_destination(name, caller) is None]
         if not missing:
             return
         # Before the first topic is created, because this check may refuse.
-        self._new_topics.admit(missing, caller.name)
+        self._new_topics.check_and_count(missing, caller.name)
         for name in missing:
             self._topics.ensure(name, self._new_topic_queues(name, queues), made_by=caller.name)
 
-    def returning(self, name: str, queues: int = 1) -> Topic:
+    def ensure_return_topic(self, name: str, queues: int = 1) -> Topic:
         """Find or create the retry or dead letter topic to which a client returns a message.
 
         Raises Forbidden if the topic is closed to writers, and InvalidName, OverLimit.
@@ -138,8 +141,8 @@ class Policy:
         _check_writable(topic)
         return topic
 
-    def _find_destination(self, name: str) -> Topic | None:
-        """Check a topic and find it, without the cache of `destination`. Returns and raises as `destination`."""
+    def _look_up_destination(self, name: str) -> Topic | None:
+        """Check a topic and find it, without the cache of `find_destination`. Raises the same errors."""
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
         # Reserved names are forbidden even if such a topic exists, because only the broker writes to it.
         reason = rules.forbidden(name)
@@ -198,7 +201,7 @@ class Policy:
 
     # -- consuming -------------------------------------------------------------------------------------------
 
-    def readable(self, name: str, caller: Caller, verb: Verb = Verb.RECEIVE) -> Topic:
+    def find_readable_topic(self, name: str, caller: Caller, verb: Verb = Verb.RECEIVE) -> Topic:
         """Find a topic for a reader. Checks that the caller has the permission `verb`. Raises NotFound, Forbidden."""
         self.allow(caller, verb, topic=name)
         topic = self._topics.find_topic(name)
@@ -210,7 +213,7 @@ class Policy:
             )
         return topic
 
-    def joined(self, name: str, caller: Caller, *, broadcasting: bool = False) -> SubscriptionGroup:
+    def ensure_group(self, name: str, caller: Caller, *, broadcasting: bool = False) -> SubscriptionGroup:
         """Find or create the group that a caller consumes as. Raises Forbidden, InvalidName, OverLimit."""
         self.allow(caller, Verb.RECEIVE, group=name)
         group = self._groups.ensure(name)
@@ -235,7 +238,7 @@ class Policy:
         """
         self.allow(caller, Verb.RECEIVE, group=name)
         # A client may name any number of groups, and each costs a retry topic. So the retry topics count as new topics.
-        self._new_topics.admit([RETRY_PREFIX + name], caller.name)
+        self._new_topics.check_and_count([RETRY_PREFIX + name], caller.name)
         group = self._groups.ensure(name)
         if self._topics.find_topic(RETRY_PREFIX + name) is None:
             self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums), made_by=caller.name)
@@ -287,7 +290,7 @@ class Policy:
         if reason is not None:
             raise InvalidName(reason)
 
-    def admit_managed(self, names: Iterable[str], caller: Caller) -> None:
+    def check_new_topics(self, names: Iterable[str], caller: Caller) -> None:
         """Check that an administrator may create these topics, as far as they are missing.
 
         Raises InvalidName, Forbidden and OverLimit.
@@ -295,7 +298,7 @@ class Policy:
         # A set, because a name that occurs twice is only one new topic.
         for name in (distinct_names := set(names)):
             self.check_managed(name, caller)
-        self._new_topics.admit(distinct_names, caller.name)
+        self._new_topics.check_and_count(distinct_names, caller.name)
 
 
 def queues_to_read(topic: Topic) -> int:
@@ -326,7 +329,7 @@ class NewTopics:
         # Token buckets by account: (tokens, time in ms at which they were computed).
         self._buckets: dict[str, tuple[float, int]] = {}
 
-    def admit(self, names: Iterable[str], account: str = "") -> None:
+    def check_and_count(self, names: Iterable[str], account: str = "") -> None:
         """Count these topics, as far as they are missing, as new topics of an account.
 
         Raises OverLimit, and then counts none of them.

@@ -339,7 +339,7 @@ class Broker:
         messages are open.
         """
         rows, _, now_ms = self.appender.admit(transacting.half_batch(as_columns(sends)))
-        self.policy.admit(codes_of(rows.column("topic"))[1], caller)
+        self.policy.ensure_topics(codes_of(rows.column("topic"))[1], caller)
         # After the admission, so that messages which a commit would refuse are refused now.
         rows = transacting.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
@@ -544,7 +544,7 @@ class Broker:
             return NO_ROWS
         while True:
             # Checked in each round, because the topic may have been deleted or closed to readers.
-            seqs = pull.find_seqs(self.policy.readable(topic, caller), offsets, rows)
+            seqs = pull.find_seqs(self.policy.find_readable_topic(topic, caller), offsets, rows)
             if len(seqs):
                 # Without a group, only the broker's own rate counts these rows.
                 self.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
@@ -620,7 +620,7 @@ class Broker:
             raise OutOfRange(f"max_per_second {max_per_second}: 0 (no limit) to {limits.TOPIC_RATE_MAX}")
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
-        self.policy.admit_managed([name], caller)
+        self.policy.check_new_topics([name], caller)
         topics = self.tables.topics
         topic = topics.ensure(name, queues, made_by=caller.name)
         if on_pending is not None:

@@ -34,7 +34,7 @@ from timeball.cluster.protocol.messages import (
 from timeball.cluster.protocol.replica import Log
 from timeball.io.files import File, Files, disk_full
 from timeball.log import format as fmt
-from timeball.log.recovery import Opened, last_written, read_replica, whole_frames
+from timeball.log.recovery import OpenedLog, last_written, read_replica, whole_frames
 from timeball.log.segment import (
     FOLDER,
     STEP_BYTES,
@@ -409,11 +409,11 @@ class ReplicaLog:
         if not self._is_leading:
             self._close_file()
 
-    def opened(self) -> Opened:
+    def opened(self) -> OpenedLog:
         """Pass the log to the broker's writer, which appends from now on."""
         self._is_leading = True
         assert self.segments is not None, "the row that opens the epoch is in it"
-        return Opened(self.segments, self._open_file(), 0)
+        return OpenedLog(self.segments, self._open_file(), 0)
 
     def _share_segments(self) -> None:
         """Build `segments` anew for readers in other threads, or None if the log is empty."""

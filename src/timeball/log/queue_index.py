@@ -319,7 +319,8 @@ _CACHED_NUMBERS_MAX = 64  # of each queue
 class QueueIndex:
     """Entries of one queue. Offsets are dense from `min_offset` to `end_offset` (exclusive).
 
-    Consumers see them up to `max_offset`. It is less than `end_offset` only in a topic of `QueueIndexes.limited`.
+    Consumers see them up to `max_offset`. It is less than `end_offset` only in a topic of
+    `QueueIndexes.limited_topics`.
     """
 
     __slots__ = (
@@ -354,7 +355,7 @@ class QueueIndex:
         """Move `end_offset` behind `count` new entries, and `max_offset` unless the topic is limited."""
         self.end_offset += count
         self._indexes.unsealed += count
-        if self.topic in self._indexes.limited:
+        if self.topic in self._indexes.limited_topics:
             self._indexes.on_hidden(self.topic)
         else:
             self.max_offset = self.end_offset
@@ -622,7 +623,7 @@ class QueueIndexes:
         # One repair at a time: other readers of the damaged file wait, and then find it repaired.
         self._repairing = threading.Lock()
         # Topics whose new entries consumers do not see before `QueueIndex.show`. Each new entry calls `on_hidden`.
-        self.limited: set[str] = set()
+        self.limited_topics: set[str] = set()
         self.on_hidden: Callable[[str], None] = lambda topic: None
 
     def queue(self, topic: str, queue_id: int) -> QueueIndex:
@@ -712,12 +713,12 @@ class QueueIndexes:
         Returns the names of these files, which the caller must remove. Reads files, so it blocks: only a recovery calls
         it.
         """
-        indexes = self.beginning_before(first_seq)
+        indexes = self.find_queues_before(first_seq)
         for index, offset in zip(indexes, first_offsets(indexes, first_seq), strict=True):
             index.hide_before(offset)
         return self.forget_files(first_seq)
 
-    def beginning_before(self, first_seq: int) -> list[QueueIndex]:
+    def find_queues_before(self, first_seq: int) -> list[QueueIndex]:
         """List the queues that may have entries of rows before `first_seq` (any thread)."""
         files = [file for file in self._sealed if file.first_seq < first_seq]
         keys = dict.fromkeys((run.topic, run.queue_id) for file in files for run in file.run_ranges())

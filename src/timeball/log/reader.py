@@ -39,7 +39,7 @@ _BODY = READ_SCHEMA.get_field_index("body")
 _NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
 T = TypeVar("T")
-Place = tuple[int, int]  # of a frame: ordinal of the segment, position in it
+FrameLocation = tuple[int, int]  # of a frame: ordinal of the segment, position in it
 
 
 class FrameCache(Generic[T]):
@@ -50,7 +50,7 @@ class FrameCache(Generic[T]):
     """
 
     def __init__(self, segments: Segments, frames_max: int) -> None:
-        self._frames: OrderedDict[Place, T] = OrderedDict()
+        self._frames: OrderedDict[FrameLocation, T] = OrderedDict()
         self._frames_max = frames_max
         self._first_ordinal = 0  # the oldest ordinal that retention has not removed
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class FrameCache(Generic[T]):
         """The number of cached frames."""
         return len(self._frames)
 
-    def get(self, location: Place) -> T | None:
+    def get(self, location: FrameLocation) -> T | None:
         """Get the frame at a location, or None if it is not cached."""
         with self._lock:
             frame = self._frames.get(location)
@@ -68,7 +68,7 @@ class FrameCache(Generic[T]):
                 self._frames.move_to_end(location)
             return frame
 
-    def keep(self, location: Place, frame: T) -> None:
+    def keep(self, location: FrameLocation, frame: T) -> None:
         """Cache a frame. Drops the least recently used one when the cache is full."""
         with self._lock:
             if location[0] < self._first_ordinal:  # retention removed it while this thread read it
@@ -114,7 +114,7 @@ class LogReader:
         to_seq = min(to_seq, self.next_seq)
         if from_seq >= to_seq:
             return
-        segments, first = self.segments.all, self.segments.holding(from_seq)
+        segments, first = self.segments.all, self.segments.find_segment(from_seq)
         for segment in segments:
             if segment.ordinal < first.ordinal:
                 continue
@@ -216,7 +216,7 @@ class LogReader:
         while begin < len(sorted_seqs):
             # Rows [begin, end) of the sorted numbers are in one frame.
             seq = int(sorted_seqs[begin])
-            segment = self.segments.holding(seq)
+            segment = self.segments.find_segment(seq)
             first_seq, rows = self._decode(segment, segment.frame_position_of(seq), keep=True)
             end = int(np.searchsorted(sorted_seqs, first_seq + rows.num_rows))
             if end == begin:
@@ -256,7 +256,7 @@ class LogReader:
         end_seq = body_bytes = 0
         for seq in seqs:
             if seq >= end_seq:
-                segment = self.segments.holding(seq)
+                segment = self.segments.find_segment(seq)
                 position = segment.frame_position_of(seq)
                 first_seq, (row_count, message) = self.open_frame(segment, position, _readable_rows)
                 end_seq = first_seq + row_count

@@ -137,7 +137,7 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedLog:
     """The log, ready for a writer. `cut_bytes` is the length of the torn tail that was overwritten."""
 
     segments: Segments
@@ -145,7 +145,7 @@ class Opened:
     cut_bytes: int
 
 
-def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_seq: int = 0) -> Opened:
+def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_seq: int = 0) -> OpenedLog:
     """Open or create the log below `files`. Raises Corrupt, SetupError (newer format), OverLimit and DiskFailed.
 
     `durable_before_seq`: the log must have all rows below this number, because a checkpoint covers them.
@@ -162,7 +162,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_se
                 "segment, restore it from a copy"
             )
         spare = prepare(files, 1, segment_bytes)
-        return Opened(Segments([begin_segment(spare, 1, now_ms)]), spare, 0)
+        return OpenedLog(Segments([begin_segment(spare, 1, now_ms)]), spare, 0)
     for segment, following in itertools.pairwise(begun):
         # Rows below `durable_before_seq` are in the caches, so a start need not read the segments that contain only
         # such rows.
@@ -181,7 +181,7 @@ def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_se
     cut_bytes = _zero_torn_tail(file, last, written_end)
     # Synced before the writer's first frame, whose `synced_to` states that all bytes before it are on disk.
     file.sync()
-    return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
+    return OpenedLog(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
 
 
 def read_replica(

@@ -223,7 +223,7 @@ class Segments:
             # Synced one by one: after a crash no later name may be gone while an earlier one is back.
             files.sync_dir(FOLDER)
 
-    def holding(self, seq: int) -> Segment:
+    def find_segment(self, seq: int) -> Segment:
         """Find the segment that contains row `seq`. Raises OutOfRange, naming the range that the log keeps."""
         segments = self._segments
         if not segments[0].first_seq <= seq < segments[-1].next_seq:

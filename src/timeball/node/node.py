@@ -40,7 +40,7 @@ from timeball.log.format import FORMAT_VERSION
 from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
-from timeball.log.recovery import Opened, open_log
+from timeball.log.recovery import OpenedLog, open_log
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import time_parsing
 from timeball.model.access import ANONYMOUS, Caller
@@ -81,7 +81,7 @@ def open_traces(clock: Clock, version: str) -> Tracing:
 
 SWITCH_INTERVAL_S = 0.000_5  # the longest time for which a busy thread holds the interpreter
 
-Hot = tuple[Opened, Applying]  # a follower's open log, and its caches with all rows of this log applied
+Hot = tuple[OpenedLog, Applying]  # a follower's open log, and its caches with all rows of this log applied
 
 
 def _create_clock(settings: Settings) -> Clock:
@@ -341,9 +341,9 @@ class Node:
                 len(waiting),
             )
             await self.broker.mover.follow()
-            await self.broker.mover.adopt(waiting)
+            await self.broker.mover.move_from_other_strategy(waiting)
 
-    async def _apply_log(self) -> tuple[Opened, Applying, msgspec.Struct | None]:
+    async def _apply_log(self) -> tuple[OpenedLog, Applying, msgspec.Struct | None]:
         """Read the checkpoint, and apply the log from there on. Returns the open log, the caches and the state.
 
         The state is the one that the strategy saved with the checkpoint. None if there is none.
@@ -358,7 +358,7 @@ class Node:
         )
         return opened, applying, state
 
-    async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
+    async def _open_log(self, saved: checkpoint.Checkpoint | None) -> OpenedLog:
         """Open the log in the disk thread. `saved`: the checkpoint, which shows the rows that are durable."""
         return await in_thread(
             self._threads[0], open_log, self.files, segment_bytes=self.settings.segment_bytes,
@@ -399,7 +399,7 @@ class Node:
         ahead_ms = self._load_bounds.ahead_ms
         return DelayLevels(reader, self._level_table, indexes, outcomes, ahead_ms=ahead_ms)
 
-    def _create_writer(self, opened: Opened) -> LogWriter:
+    def _create_writer(self, opened: OpenedLog) -> LogWriter:
         """Create the writer of the open log."""
         return LogWriter(
             self.files, opened.segments, opened.file, self.clock, self._threads[0],

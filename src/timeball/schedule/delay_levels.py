@@ -251,7 +251,7 @@ class DelayLevels(Backlog):
         if not parts:
             return Opened.nothing()
         release_ms, due, seq = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        pending = self._outcomes.waits(due, seq)
+        pending = self._outcomes.are_pending(due, seq)
         return Opened.near(release_ms[pending], seq[pending], seq[pending])
 
     def needed_seq(self, settled_ms: int) -> int | None:

@@ -225,7 +225,7 @@ class Durations:
         # meanwhile.
         chosen = (np.abs(shift_ms) > OFFSET_JITTER_MS) | self.contains(seq)
         # The settled ones among them are removed from the mask.
-        chosen[chosen] = self._outcomes.waits(due_ms[chosen], seq[chosen])
+        chosen[chosen] = self._outcomes.are_pending(due_ms[chosen], seq[chosen])
         original_due_ms, seq, shift_ms = due_ms[chosen], seq[chosen], shift_ms[chosen]
         order = np.argsort(seq)
         self.shifted_seqs, self._original_due_by_number = seq[order], original_due_ms[order]

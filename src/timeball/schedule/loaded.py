@@ -399,7 +399,7 @@ class Loaded:
             if not source.changes_due_times:
                 # Settled messages are skipped before their bodies are read, so that a cancelled campaign costs no disk
                 # reads.
-                pending = self._outcomes.waits(due, seq)
+                pending = self._outcomes.are_pending(due, seq)
                 due, seq, row_seq = due[pending], seq[pending], row_seq[pending]
             if not len(seq):
                 continue

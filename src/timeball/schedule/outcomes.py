@@ -610,7 +610,7 @@ class Outcomes:
             self.waiting_rows -= 1
             self._cancelled.add(due_ms, seq)
             return np.ones(1, np.bool_)
-        pending = self.waits(due_ms, seq)
+        pending = self.are_pending(due_ms, seq)
         self.waiting_rows -= int(np.count_nonzero(pending))
         self._cancelled.add(due_ms[pending], seq[pending])
         return pending
@@ -621,7 +621,7 @@ class Outcomes:
 
     # -- queries -------------------------------------------------------------------------------------------
 
-    def waits(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+    def are_pending(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the pending messages: neither settled nor in flight."""
         if len(seq) <= FEW and not len(self.holds):  # the usual case for acknowledgements of consumers
             pairs = zip(due_ms.tolist(), seq.tolist(), strict=True)
@@ -634,7 +634,7 @@ class Outcomes:
 
     def may_load(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the messages that are pending and not held."""
-        pending = self.waits(due_ms, seq)
+        pending = self.are_pending(due_ms, seq)
         return pending & ~self.holds.contains(due_ms, seq) if len(self.holds) else pending
 
     def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Accepted rows equal the rows that were sent, with a store time. A refusal names field and row, and refuses the batch."""
+"""Accepted rows equal the sent rows, with a store time. A refusal names field and row, and refuses the batch."""
 
 from __future__ import annotations
 

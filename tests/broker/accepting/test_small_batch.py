@@ -74,7 +74,7 @@ async def write_and_observe(
 
                 def key_change(first_seq: int, store_ms: int, rows: list[SendRow] = rows) -> Change:
                     keyed = KeyedSend(first_seq, len(rows), store_ms, "content")
-                    return broker.tables.idempotency_keys.changed([(f"key-{first_seq}", keyed)])
+                    return broker.tables.idempotency_keys.build_change([(f"key-{first_seq}", keyed)])
 
                 try:
                     if has_keys:
@@ -82,7 +82,7 @@ async def write_and_observe(
                     else:
                         accepted, durable = broker.appender.send(rows)
                     await durable
-                    answers.append((accepted.first_seq, accepted.rows, accepted.kept.to_pylist()))
+                    answers.append((accepted.first_seq, accepted.rows, accepted.stored_rows.to_pylist()))
                 except TimeballError as error:
                     answers.append((type(error), str(error)))
             logged = [
@@ -175,5 +175,5 @@ async def test_a_refused_value_uses_no_queue_offset(world: World) -> None:
     assert world.broker.log.writer.next_seq == next_seq
     accepted, durable = world.broker.appender.send([good])
     await durable
-    assert accepted.kept.to_pylist()[0]["queue_offset"] == 0
-    assert accepted.kept.column("kind").to_pylist() == [Kind.MESSAGE]
+    assert accepted.stored_rows.to_pylist()[0]["queue_offset"] == 0
+    assert accepted.stored_rows.column("kind").to_pylist() == [Kind.MESSAGE]

@@ -18,7 +18,7 @@ from tests.broker.consuming.consumer import (
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic
 from timeball.model.access import ANONYMOUS
 from timeball.model.message import decode_properties
 
@@ -49,7 +49,7 @@ async def test_an_ordered_message_that_comes_back_is_next_with_a_count_and_a_new
     assert bodies(again) == [b"1", b"2"] and again.times == [1, 0]
     assert engine(world).acknowledge_now(popped.receipts[1:]) == [False]
     assert engine(world).acknowledge_now(again.receipts) == [True, True]
-    assert retry_topic(GROUP, TOPIC) not in world.broker.topics()
+    assert pop_retry_topic(GROUP, TOPIC) not in world.broker.topics()
 
 
 @on_node()

@@ -179,7 +179,7 @@ def test_a_restart_keeps_the_slots_and_the_order_of_a_key(way: str) -> None:
         await send(world, ["a", "a", "b", "a", "b"])
         first = await pop(world)
         assert bodies(first) == [b"0", b"2"]
-        await engine(world).saver.saved()
+        await engine(world).saver.save_and_wait()
         if way == "stop":
             await world.restart()
         else:
@@ -250,7 +250,7 @@ def test_a_deleted_group_or_topic_leaves_no_slots(deleted: str) -> None:
             await administration.delete_group(GROUP, ANONYMOUS, with_offsets=True)
         else:
             await administration.delete_topic(TOPIC, ANONYMOUS)
-        await engine(world).saver.saved()
+        await engine(world).saver.save_and_wait()
         assert not engine(world)._key_limits._groups
         await world.restart()
         assert not engine(world)._key_limits._groups

@@ -83,7 +83,7 @@ class Written:
 
 async def save(world: World) -> None:
     """Save the changed leases, durably."""
-    await engine(world).saver.saved()
+    await engine(world).saver.save_and_wait()
 
 
 def open_offsets(part: SavedPart | None) -> list[int]:

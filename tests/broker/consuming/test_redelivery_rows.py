@@ -144,8 +144,8 @@ def test_a_row_without_reconsume_times_has_zero_attempts(times: list[int | None]
 
 
 def test_the_retry_topic_of_a_retry_topic_is_the_topic_itself() -> None:
-    assert redelivery_rows.retry_topic(GROUP, TOPIC) == "%RETRY%g_orders"
-    assert redelivery_rows.retry_topic(GROUP, "%RETRY%g_orders") == "%RETRY%g_orders"
+    assert redelivery_rows.pop_retry_topic(GROUP, TOPIC) == "%RETRY%g_orders"
+    assert redelivery_rows.pop_retry_topic(GROUP, "%RETRY%g_orders") == "%RETRY%g_orders"
 
 
 def test_the_copy_of_a_copy_keeps_the_first_topic_and_time_and_the_producers_properties() -> None:

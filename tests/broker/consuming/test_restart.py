@@ -149,7 +149,7 @@ async def test_a_save_of_another_queue_keeps_the_moved_offset_of_a_queue(world: 
         assert await engine(world).nack(receipt, MINUTE_MS) == receipt
     else:
         assert await engine(world).acknowledge([receipt]) == [True]
-        await engine(world).saver.saved()
+        await engine(world).saver.save_and_wait()
     await power_cut(world)
     assert sorted(bodies(await receive(world))) == [b"0", b"2", b"4"], "the moved queue begins again"
 
@@ -167,7 +167,7 @@ async def test_a_save_of_another_group_keeps_a_moved_offset(world: World) -> Non
     moved = [receipt for receipt in received.receipts if (receipt.queue_id, receipt.offset) == (0, 1)]
     await engine(world).acknowledge(moved)
     await acknowledge(world, others)
-    await engine(world).saver.saved()
+    await engine(world).saver.save_and_wait()
     await power_cut(world)
     assert sorted(bodies(await receive(world))) == [b"%d" % i for i in range(6)]
 
@@ -323,7 +323,7 @@ def test_a_stored_offset_that_is_newer_than_the_saved_leases_decides() -> None:
 async def test_a_topic_that_is_created_again_has_no_leases_of_the_deleted_one(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
-    await engine(world).saver.saved()
+    await engine(world).saver.save_and_wait()
     await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
     await power_cut(world)
     await save_offsets(world)
@@ -339,11 +339,11 @@ async def test_all_queues_of_a_moved_group_stay_moved_if_a_save_of_one_queue_is_
     await acknowledge(world, received)
     await send(world, [b"held 0", b"held 1"])
     held = await receive(world)
-    await engine(world).saver.saved()
+    await engine(world).saver.save_and_wait()
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 0})
     again = await receive(world)  # both queues begin again
     assert len(bodies(again)) == 10 and held.receipts
-    await engine(world).saver.saved([world.broker.consuming.leases.get(GROUP, TOPIC, 0)])
+    await engine(world).saver.save_and_wait([world.broker.consuming.leases.get(GROUP, TOPIC, 0)])
     await power_cut(world)
     rest = await receive(world)
     saved_bodies = {

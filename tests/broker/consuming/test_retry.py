@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from timeball.broker.consuming.retry import (
     INT_MAX,
     SPENT,
-    Next,
+    Destination,
     dead_letter_topic,
     group_of,
     next_copy_of_returned,
@@ -19,7 +19,7 @@ USERS = {"KEYS": "order-17", "TAGS": "close", "UNIQ_KEY": "A17", "region": "eu"}
 NAMES = st.text("abcXYZ_", min_size=1, max_size=6) | st.sampled_from(sorted(SPENT))
 
 
-def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Next:
+def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **properties: str) -> Destination:
     """The next copy of a message that was returned `times` times before, of at most `most` times."""
     return next_copy_of_returned(
         "readers",
@@ -34,7 +34,7 @@ def returned_copy(delay_level: int = 0, times: int = 0, most: int = 16, **proper
 
 def resent_copy(
     delay_level: int = 3, times: int = 1, most: int = 16, in_order: bool = False, **properties: str
-) -> Next:
+) -> Destination:
     """The next copy of a message that a client sends again, and whose attempts it counts as `times`."""
     return resend(
         "readers",
@@ -117,18 +117,18 @@ def test_a_retry_has_its_own_level_and_no_other_delay() -> None:
 
 
 def test_a_resent_copy_keeps_the_clients_attempt_count() -> None:
-    assert resent_copy(times=16) == Next("%RETRY%readers", {**USERS, "DELAY": "3"}, 3, 16)
-    assert resent_copy(times=17) == Next("%DLQ%readers", USERS, 0, 17)
+    assert resent_copy(times=16) == Destination("%RETRY%readers", {**USERS, "DELAY": "3"}, 3, 16)
+    assert resent_copy(times=17) == Destination("%DLQ%readers", USERS, 0, 17)
 
 
 def test_a_message_sent_by_an_orderly_consumer_is_given_up() -> None:
-    assert resent_copy(times=3, most=3, in_order=True, DELAY="6") == Next("%DLQ%readers", USERS, 0, 3)
+    assert resent_copy(times=3, most=3, in_order=True, DELAY="6") == Destination("%DLQ%readers", USERS, 0, 3)
     assert not resent_copy(times=3, most=3).is_dead_letter
 
 
 def test_a_resend_keeps_its_level_alone() -> None:
     found = resent_copy(delay_level=7, DELAY="7", REAL_TOPIC="orders", TIMER_DELIVER_MS="99")
-    assert found == Next("%RETRY%readers", {**USERS, "DELAY": "7"}, 7, 1)
+    assert found == Destination("%RETRY%readers", {**USERS, "DELAY": "7"}, 7, 1)
     assert resent_copy(delay_level=0).delay_level == resent_copy(delay_level=-1).delay_level == 0
 
 

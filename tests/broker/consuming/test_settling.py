@@ -22,7 +22,7 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.consuming import retry
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.broker.filters import compile_filter
 from timeball.broker.registry.groups import SubscriptionGroup
@@ -139,7 +139,7 @@ async def test_the_message_of_an_expired_lease_comes_back_with_its_count_and_ori
     assert engine(world).acknowledge_now(again.receipts) == [True]
     # The message was alone in one of the two queues.
     assert stored(world) == {0: 0, 1: 0} or sum(stored(world).values()) == 1
-    assert stored(world, retry_topic(GROUP, TOPIC)) == {0: 1}
+    assert stored(world, pop_retry_topic(GROUP, TOPIC)) == {0: 1}
 
 
 @on_node()
@@ -218,7 +218,7 @@ async def test_a_group_whose_retry_topic_cannot_be_created_does_not_delay_other_
 
 @on_node()
 async def test_names_that_make_the_same_retry_topic_are_kept_apart(world: World) -> None:
-    assert retry_topic("a_b", "c") == retry_topic("a", "b_c")
+    assert pop_retry_topic("a_b", "c") == pop_retry_topic("a", "b_c")
     await world.broker.send(batch(1, topic=["c"]))
     await world.broker.send(batch(1, topic=["b_c"], body=[b"other"]))
     assert (await engine(world).receive(ReceiveRequest("a_b", "c"), 0)).rows.num_rows

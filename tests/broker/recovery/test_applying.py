@@ -25,7 +25,7 @@ from timeball.broker.registry.tables import Tables
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.reader import LogReader
-from timeball.log.recovery import Opened, open_log
+from timeball.log.recovery import OpenedLog, open_log
 from timeball.model.config import MIB
 from timeball.node.node import Node
 from timeball.schedule.outcomes import Moved
@@ -39,7 +39,7 @@ LIVES = ["plain", "compact", "bulk", "roll", "levels", "campaign", "wheel", "cas
 WHOLE = ["hour_log", "timer_wheel", "level_cascade", "plain", "compact", "bulk", "campaign", "moves"]
 
 
-def opened_log(files: CrashFiles) -> Opened:
+def opened_log(files: CrashFiles) -> OpenedLog:
     """Open the log on this disk, as a start does."""
     return open_log(files, segment_bytes=MIB, now_ms=0)
 

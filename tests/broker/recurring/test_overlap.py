@@ -20,7 +20,7 @@ from tests.broker.recurring.schedule_lives import (
 from tests.crash.lives import run
 from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World
 
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic
 from timeball.broker.consuming.requests import Received, ReceiveRequest
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.schedules import State
@@ -155,13 +155,13 @@ async def test_a_message_that_returns_to_the_group_is_not_finished(world: World)
 
 @on_node()
 async def test_a_message_that_waits_for_the_limit_of_the_retry_topic_is_not_finished(world: World) -> None:
-    await world.broker.create_topic(retry_topic(GROUP, TOPIC), 1, max_per_second=1)
+    await world.broker.create_topic(pop_retry_topic(GROUP, TOPIC), 1, max_per_second=1)
     await put(world, **SKIP)
     await next_is_skipped(world)
     await world.restart()  # nothing becomes visible in the first second
     [receipt] = (await receive(world)).receipts
     await world.broker.consuming.nack(receipt, 0)
-    assert world.broker.pacing.held() == {retry_topic(GROUP, TOPIC): 1}
+    assert world.broker.pacing.held() == {pop_retry_topic(GROUP, TOPIC): 1}
     assert await next_is_skipped(world)
 
 

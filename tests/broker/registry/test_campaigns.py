@@ -35,7 +35,7 @@ def attach_planned(campaigns: Campaigns) -> None:
     """Attach the files of the planned campaign `spring`."""
     change = campaigns.attached(ATTACH, 2_000)
     assert change is not None
-    change.keep()
+    change.apply()
 
 
 def test_a_repeated_plan_changes_nothing_and_a_plan_without_rows_is_running_at_once(
@@ -58,7 +58,7 @@ def test_an_attach_makes_a_planned_campaign_running_when_its_row_is_kept(campaig
     [(key, value)] = pairs_of(change.rows)
     assert key == "campaign/spring"
     assert campaigns.get("spring").state == "planned", "the append may be refused"
-    change.keep()
+    change.apply()
     assert msgspec.json.decode(value, type=CampaignFacts) == campaigns.get("spring")
     facts = campaigns.get("spring")
     assert (facts.state, facts.ranges, facts.last_due_ms) == ("running", [(10, 3)], 70)

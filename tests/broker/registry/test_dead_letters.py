@@ -36,7 +36,7 @@ def test_open_spans_are_the_positions_that_are_not_resolved(
 ) -> None:
     table, resolved = new_table(), set[int]()
     for step in steps:
-        table.changed("g", [(2, offset) for offset in step], {}).keep()
+        table.build_change("g", [(2, offset) for offset in step], {}).apply()
         resolved |= step
     open_offsets = [at for low, high in table.open_spans("g", 2, begin, end) for at in range(low, high)]
     assert open_offsets == [offset for offset in range(begin, end) if offset not in resolved]
@@ -46,8 +46,8 @@ def test_open_spans_are_the_positions_that_are_not_resolved(
 
 def test_resolved_positions_that_the_log_no_longer_contains_are_forgotten() -> None:
     table = new_table()
-    table.changed("g", [(0, 1), (0, 5)], {}).keep()
-    table.changed("g", [(0, 9)], {0: 4}).keep()  # the log contains queue 0 from offset 4 on
+    table.build_change("g", [(0, 1), (0, 5)], {}).apply()
+    table.build_change("g", [(0, 9)], {0: 4}).apply()  # the log contains queue 0 from offset 4 on
     assert table.spans("g", 0) == [(5, 6), (9, 10)]
     table.forget("g")
     assert table.spans("g", 0) == []
@@ -56,7 +56,7 @@ def test_resolved_positions_that_the_log_no_longer_contains_are_forgotten() -> N
 def test_more_resolved_spans_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DEAD_LETTER_SPANS_MAX", 2)
     with pytest.raises(OverLimit, match="oldest"):
-        new_table().changed("g", [(0, 1), (0, 3), (0, 5)], {})
+        new_table().build_change("g", [(0, 1), (0, 3), (0, 5)], {})
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30), max_size=6))
@@ -66,10 +66,10 @@ def test_repeated_rows_are_found_until_they_are_dropped(positions: set[int], dro
     # The dead letter at offset n is repeated by row 100 + n, and has 10 bytes.
     runs = [Run(begin, 100 + begin, end - begin, 10 * (end - begin), begin) for begin, end in
             join_spans((at, at + 1) for at in positions)]  # fmt: skip
-    repeated.changed({"g": []}, [("g", 2, run) for run in reversed(runs)]).keep()
-    change = repeated.changed({"g": [(2, at) for at in dropped], "other": [(0, 1)]})
+    repeated.build_change({"g": []}, [("g", 2, run) for run in reversed(runs)]).apply()
+    change = repeated.build_change({"g": [(2, at) for at in dropped], "other": [(0, 1)]})
     rows.appended.append(change.rows)
-    change.keep()
+    change.apply()
     for table in (repeated, rows.opened(RepeatedDeadLetters)):
         seqs = {offset: table.find_seq("g", 2, offset) for offset in range(32)}
         assert {offset: seq for offset, seq in seqs.items() if seq is not None} == {
@@ -92,7 +92,7 @@ def test_counts_of_expired_messages_add_up_and_survive_a_restart() -> None:
     rows = StateRows()
     expired = rows.opened(ExpiredMessages)
     expired.add([Expiry("g", "a", 3, {0: 3}), Expiry("g", "b", 1, {})], 10)
-    expired.changed([Expiry("g", "a", 2, {1: 2})], 20).keep()
+    expired.build_change([Expiry("g", "a", 2, {1: 2})], 20).apply()
     assert expired.topics("g")["a"] == ExpiredTopic(5, 20, {0: 3, 1: 2})
     expired.add([Expiry("g", "a", 1, {0: 4})], 30)
     again = rows.opened(ExpiredMessages)

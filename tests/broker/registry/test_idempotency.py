@@ -89,9 +89,9 @@ def test_the_known_keys_equal_those_of_a_model_before_and_after_a_restart(
             elif step in ("use", "schedule") and keys.get(name, now_ms - KEPT_MS, last_due_ms) is None:
                 due_ms = now_ms + 4 * passed_ms if step == "schedule" else 0
                 send = KeyedSend(len(log.appended), 1, now_ms, "content", "", due_ms)
-                change = keys.changed([(name, send)])
+                change = keys.build_change([(name, send)])
                 log.appended.append(change.rows)
-                change.keep()
+                change.apply()
                 model = {key: value for key, value in model.items() if key != name} | {name: send}
                 model = dict(list(model.items())[-4:])
             for key in "abcdef":
@@ -121,7 +121,7 @@ def move(world: World, caller: str, begin: dict[int, int], end: dict[int, int], 
     """Append the step of an account's source from the positions `begin` to `end`, by partition."""
     change = positions(world).moved(caller, SourceStep(source=source, begin=begin, end=end))
     world.broker.log.writer.append(change.rows)
-    change.keep()
+    change.apply()
 
 
 def positions(world: World) -> SourcePositions:

@@ -62,9 +62,9 @@ def test_a_change_takes_effect_in_memory_when_keep_is_called() -> None:
     log = StateRows()
     kept = log.opened(table)
     kept.put([("b", 2)])
-    change = kept.changed([("a", 1), ("b", None)])
+    change = kept.build_change([("a", 1), ("b", None)])
     assert (kept.values, log.count) == ({"b": 2}, 1)
-    change.keep()
+    change.apply()
     assert kept.values == {"a": 1} and kept._log.values.keys() == {"number/a"}
     log.appended.append(change.rows)
     assert log.opened(table).values == {"a": 1}
@@ -74,10 +74,12 @@ def test_combined_changes_have_the_rows_of_all_tables() -> None:
     log = StateRows()
     meta = log.opened(lambda meta: meta)
     first, second = MetaTable(meta, "number", int), MetaTable(meta, "text", str)
-    change = combined(first.changed([("a", 1)]), second.changed([]), second.changed([("a", "x")]))
+    change = combined(
+        first.build_change([("a", 1)]), second.build_change([]), second.build_change([("a", "x")])
+    )
     assert change.rows.column("unique_key").to_pylist() == ["number/a", "text/a"]
     assert first.values == second.values == {}
-    change.keep()
+    change.apply()
     assert (first.values, second.values) == ({"a": 1}, {"a": "x"})
 
 
@@ -96,5 +98,5 @@ async def test_the_row_of_a_new_topic_precedes_its_first_message_in_the_same_com
 
 
 def test_a_change_has_the_same_rows_as_values_and_as_columns() -> None:
-    change = StateRows().opened(table).changed([("a", 1), ("b", None)])
+    change = StateRows().opened(table).build_change([("a", 1), ("b", None)])
     assert row_encoder.rows_of(change.log_rows) == change.rows

@@ -25,10 +25,10 @@ def new_offsets() -> Offsets:
 
 def save(offsets: Offsets, log: StateRows, units: list[Unit] | None = None) -> None:
     """Append the changes, as the saver of the leases does."""
-    change = offsets.changed(units)
+    change = offsets.build_change(units)
     if change.rows.num_rows:
         log.appended.append(change.rows)
-    change.keep()
+    change.apply()
 
 
 def save_and_reopen(offsets: Offsets, log: StateRows) -> Offsets:
@@ -150,7 +150,7 @@ def test_an_append_that_is_refused_leaves_all_changes_for_the_next_save() -> Non
     log = StateRows()
     offsets = log.opened(Offsets)
     offsets.commit("g", "t", {0: 1}, ENDS)
-    assert offsets.changed().rows.num_rows == 1, "built, and not appended"
+    assert offsets.build_change().rows.num_rows == 1, "built, and not appended"
     assert offsets.moved() == {("g", "t")}
     assert save_and_reopen(offsets, log).get("g", "t") == {0: 1}
 

@@ -30,8 +30,8 @@ def started_rates() -> Rates:
 
 def test_added_counts_are_in_every_window_at_once() -> None:
     rates = started_rates()
-    rates.put("t", 3, 300)
-    rates.put("t", 1, 100)
+    rates.count_arrived("t", 3, 300)
+    rates.count_arrived("t", 1, 100)
     assert rates.rate(NUMS, "t", rates.minute, 2_000) == Rate(4, 2.0, 2.0)
     assert rates.rate(Stat.TOPIC_PUT_SIZE, "t", rates.day, 4_000) == Rate(400, 100.0, 200.0)
     assert rates.rate(Stat.BROKER_PUT_NUMS, "", rates.minute, 0) == Rate(4, 0.0, 2.0), "no time has passed"
@@ -41,7 +41,7 @@ def test_added_counts_are_in_every_window_at_once() -> None:
 
 def test_each_window_excludes_additions_that_are_older_than_it() -> None:
     rates = started_rates()
-    rates.got("t", "g", 60, 600)
+    rates.count_received("t", "g", 60, 600)
 
     def sums(now_ms: int) -> list[int]:
         rates.sample(now_ms)
@@ -63,9 +63,9 @@ def test_each_window_excludes_additions_that_are_older_than_it() -> None:
 
 def test_a_counter_that_begins_within_a_window_counts_from_zero() -> None:
     rates = started_rates()
-    rates.put("old", 1, 1)
+    rates.count_arrived("old", 1, 1)
     sample_each_second(rates, 1_000, 40_000)
-    rates.put("new", 8, 1)
+    rates.count_arrived("new", 8, 1)
     assert rates.rate(NUMS, "new", rates.minute, 40_000) == Rate(8, 0.2, 8.0)
 
 
@@ -76,7 +76,7 @@ def test_the_rate_of_the_minute_counts_additions_since_its_oldest_state(
     rates, now_ms, totals = started_rates(), 0, dict.fromkeys("abc", 0)
     states = [(0, dict.fromkeys("abc", 0))]  # the window's states: (time, totals), the oldest one first
     for topic, count, pause_ms in steps:
-        rates.put(topic, count, 1)
+        rates.count_arrived(topic, count, 1)
         totals[topic] += count
         now_ms += pause_ms
         rates.sample(now_ms)
@@ -141,19 +141,19 @@ def test_counters_keep_their_values_after_others_are_removed(
         return nums, sizes, rates.total(Stat.BROKER_GET_NUMS)
 
     for _ in range(3):
-        rates.got("t", "a", 2, 100)
-        rates.got("t", "a", 0, 0)
+        rates.count_received("t", "a", 2, 100)
+        rates.count_received("t", "a", 0, 0)
     assert got("a") == (6, 300, 6)
     assert rates.rate(Stat.GROUP_GET_SIZE, "t@a", rates.minute, 0) == Rate(300, 0.0, 100.0)
-    rates.got("t", "b", 1, 10)
-    rates.got("t", "c", 1, 10)
+    rates.count_received("t", "b", 1, 10)
+    rates.count_received("t", "c", 1, 10)
     assert got("c") == (1, 0, 8), "the seventh counter is over the limit"
     for minute in range(130):
         rates.sample(minute * MINUTE_MS)
-        rates.got("t", "a", 1, 50)
+        rates.count_received("t", "a", 1, 50)
     for _ in range(2):
-        rates.got("t", "d", 3, 30)
-    rates.got("t", "a", 1, 50)
+        rates.count_received("t", "d", 3, 30)
+    rates.count_received("t", "a", 1, 50)
     assert (got("b"), got("d"), got("a")) == ((0, 0, 145), (6, 60, 145), (137, 6_850, 145))
 
 

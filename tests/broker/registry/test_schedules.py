@@ -26,9 +26,9 @@ class Log(StateRows):
 
     def change(self, schedules: Schedules, *entries: Entry) -> None:
         """Apply these changes in one frame."""
-        change = schedules.changed(list(entries))
+        change = schedules.build_change(list(entries))
         self.appended.append(change.rows)
-        change.keep()
+        change.apply()
 
 
 def test_a_schedule_and_its_progress_survive_a_restart() -> None:
@@ -70,10 +70,10 @@ def test_a_change_of_a_schedule_takes_effect_when_keep_is_called_and_only_in_the
     schedules = Schedules(meta)
     meta.open(lambda _: None, lambda: 0)
     before = Progress(State.ACTIVE, 5, number=7, due_ms=10, at_ms=5)
-    change = schedules.changed([Entry("a", before, FACTS)])
+    change = schedules.build_change([Entry("a", before, FACTS)])
     assert change.pairs[1] == ("occurrence/a", b'[0,5,7,10,5,0,0,0,""]')
     assert not meta.copied()() and not len(schedules), "nothing changes before the append"
-    change.keep()
+    change.apply()
     assert not meta.values, "only the columns contain the schedule"
     assert list(meta.copied()()) == ["schedules/0"]
 

@@ -62,10 +62,10 @@ def test_the_last_drain_and_adoption_rows_are_restored_after_a_restart() -> None
     drains, rows = opened()
     assert drains.out is None and drains.adopted("g2") is None
     drains.put(DrainFacts(heir="g1", since_ms=5))
-    change = drains.changed(DrainFacts(heir="g1", since_ms=5, transfer=1, first_seq=9, rows=2, at_ms=6))
+    change = drains.build_change(DrainFacts(heir="g1", since_ms=5, transfer=1, first_seq=9, rows=2, at_ms=6))
     assert drains.out is not None and not drains.out.transfer, "not before the append"
     rows.append(change.rows)
-    change.keep()
+    change.apply()
     adoption = drains.adoption_row("g3", AdoptedFacts(since_ms=1, transfer=4, rows=10))
     rows.append(adoption.rows)
     adoption.keep()

@@ -133,10 +133,10 @@ async def test_leases_and_acknowledgements_add_no_rows_to_compact(world: World) 
     consuming = world.broker.consuming
     received = await consuming.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS), 0)
     assert len(received.receipts) == 12
-    await consuming.saver.saved()
+    await consuming.saver.save_and_wait()
     assert (world.broker.mover.tail_count.rows, world.broker.pending_messages) == (0, 0)
     assert await consuming.acknowledge(received.receipts) == [True] * 12
-    await consuming.saver.saved()
+    await consuming.saver.save_and_wait()
     assert (world.broker.mover.tail_count.rows, world.broker.pending_messages) == (0, 0)
 
 

@@ -30,16 +30,18 @@ def test_a_message_that_is_not_complete_in_time_ends_its_call(
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
         client.data(number, message(bytes(100_000))[:1_000], ends=False)
-        eventually(lambda: edge.room.received.held_bytes == 100_000, "the memory is reserved")
+        eventually(lambda: edge.call_limits.received.held_bytes == 100_000, "the memory is reserved")
         assert edge._calls.taken == 1
         assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
-    eventually(lambda: not (edge.room.received.held_bytes or edge._calls.taken), "memory and slot are free")
+    eventually(
+        lambda: not (edge.call_limits.received.held_bytes or edge._calls.taken), "memory and slot are free"
+    )
 
 
 def test_requests_of_one_address_leave_memory_to_other_addresses(node: RunningNode) -> None:
     edge = node.node.edges.flight
     assert edge is not None
-    received, bound = edge.room.received, edge.room.received.bytes_max
+    received, bound = edge.call_limits.received, edge.call_limits.received.bytes_max
     received.bytes_max = 4 * MESSAGE_BYTES_MAX
     try:
         with RawClient(node, port=node.node.port) as client:
@@ -58,7 +60,7 @@ def test_requests_of_one_address_leave_memory_to_other_addresses(node: RunningNo
 def test_without_memory_a_request_may_only_send_its_first_window(node: RunningNode, method: str) -> None:
     edge = node.node.edges.flight
     assert edge is not None
-    received = edge.room.received
+    received = edge.call_limits.received
     with fill_quota(node, received), RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}{method}"))
         announced = message(bytes(100_000))

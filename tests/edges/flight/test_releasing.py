@@ -145,16 +145,16 @@ def test_empty_and_too_large_release_batches_are_refused(monkeypatch: pytest.Mon
     columns = ReleaseColumns(TABLE_SCHEMA)
     monkeypatch.setattr(limits, "ROWS_PER_REQUEST_MAX", 2)
     with pytest.raises(OverLimit, match="3 rows in one batch; at most 2"):
-        columns.adopt(rows([1] * 3, 1), None)
+        columns.check_and_convert(rows([1] * 3, 1), None)
     with pytest.raises(InvalidMessage, match="an empty batch"):
-        columns.adopt(rows([], 1), None)
+        columns.check_and_convert(rows([], 1), None)
     long = pa.array([b"b" * (limits.BODY_BYTES_MAX + 1)], pa.binary())
     batch = rows([1], 1)
     with pytest.raises(InvalidMessage, match=f"more than {limits.BODY_BYTES_MAX} bytes"):
-        columns.adopt(batch.set_column(batch.schema.get_field_index("body"), "body", long), None)
+        columns.check_and_convert(batch.set_column(batch.schema.get_field_index("body"), "body", long), None)
     monkeypatch.setattr(limits, "BATCH_BYTES_MAX", 3)
     with pytest.raises(OverLimit, match="smaller"):
-        columns.adopt(rows([1], 1), None)
+        columns.check_and_convert(rows([1], 1), None)
 
 
 def test_a_stop_ends_release_streams_after_their_answers(tmp_path: Path) -> None:

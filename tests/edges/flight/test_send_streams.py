@@ -148,9 +148,10 @@ def test_a_message_that_is_not_complete_in_time_ends_its_stream(
         number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer("shop")))
         client.data(number, message(bytes(100_000))[:begun_bytes], ends=False)
         if begun_bytes > 5:
-            eventually(lambda: edge.room.received.held_bytes == 100_000, "the memory is reserved")
+            eventually(lambda: edge.call_limits.received.held_bytes == 100_000, "the memory is reserved")
         monkeypatch.setattr(Upload, "READ_S", 0.3)
         assert "has not come whole within" in client.status(number)[1]
     eventually(
-        lambda: not (edge._send_streams.taken or edge.room.received.held_bytes), "slot and memory are free"
+        lambda: not (edge._send_streams.taken or edge.call_limits.received.held_bytes),
+        "slot and memory are free",
     )

@@ -145,11 +145,13 @@ async def test_a_retry_topic_is_not_filtered_again(consumer: Consumer) -> None:
     long_polls = LongPolls()
     for name in ("orders", "%RETRY%g_orders"):
         await consumer.world.broker.create_topic(name, 1)
-    topic = consumer.world.broker.policy.readable("%RETRY%g_orders", ANONYMOUS)
+    topic = consumer.world.broker.policy.find_readable_topic("%RETRY%g_orders", ANONYMOUS)
     expression = definition.FilterExpression(type=definition.FilterType.TAG, expression="red")
     assert long_polls.filter_for(expression, topic) is EVERYTHING
     assert (
-        long_polls.filter_for(expression, consumer.world.broker.policy.readable("orders", ANONYMOUS))
+        long_polls.filter_for(
+            expression, consumer.world.broker.policy.find_readable_topic("orders", ANONYMOUS)
+        )
         is not EVERYTHING
     )
 
@@ -158,7 +160,7 @@ async def test_a_retry_topic_is_not_filtered_again(consumer: Consumer) -> None:
 async def test_a_filter_is_compiled_once(consumer: Consumer) -> None:
     long_polls = LongPolls()
     await consumer.world.broker.create_topic("orders", 1)
-    topic = consumer.world.broker.policy.readable("orders", ANONYMOUS)
+    topic = consumer.world.broker.policy.find_readable_topic("orders", ANONYMOUS)
     expression = definition.FilterExpression(type=definition.FilterType.SQL, expression="a > 1")
     assert long_polls.filter_for(expression, topic) is long_polls.filter_for(expression, topic)
 

@@ -21,7 +21,7 @@ MIB = 1024 * 1024
 def quota_of(node: RunningNode) -> MemoryQuota:
     """Return the quota of the bytes of received requests."""
     assert node.node.edges is not None
-    return node.node.edges.grpc.service.room.received
+    return node.node.edges.grpc.service.call_limits.received
 
 
 def large_send(topic: str = "orders") -> service.SendMessageRequest:

@@ -212,13 +212,13 @@ def test_an_unknown_caller_is_refused_before_its_request_is_received(node: Runni
     with RawClient(node) as client:
         number = client.headers(headers=fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id="without-account"))
         assert client.status(number)[0] == 0  # the refusal is in the response, as RocketMQ's clients expect
-        assert not edges.grpc.service.room.calls.taken
+        assert not edges.grpc.service.call_limits.calls.taken
 
 
 def test_one_account_alone_gets_half_of_the_calls(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     edges = node.node.edges
     assert edges is not None
-    calls = edges.grpc.service.room.calls
+    calls = edges.grpc.service.call_limits.calls
     monkeypatch.setattr(calls, "limit", 6)
 
     async def change_calls_of_other_addresses(take: bool) -> None:

@@ -532,8 +532,10 @@ def test_an_idle_connection_gets_goaway_and_is_closed(
 
 def test_a_disconnected_client_leaves_no_call_and_no_connection(node: RunningNode) -> None:
     assert node.node.edges is not None
-    server, room = node.node.edges.grpc._server, node.node.edges.grpc.service.room
+    server, call_limits = node.node.edges.grpc._server, node.node.edges.grpc.service.call_limits
     with RawClient(node) as client:
         client.headers(headers=fields(x_mq_client_id="raw"))
-        eventually(lambda: room.calls.taken == 1, "a call has begun")
-    eventually(lambda: not room.calls.taken and not server._connections, "call and connection are forgotten")
+        eventually(lambda: call_limits.calls.taken == 1, "a call has begun")
+    eventually(
+        lambda: not call_limits.calls.taken and not server._connections, "call and connection are forgotten"
+    )

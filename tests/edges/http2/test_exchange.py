@@ -170,12 +170,12 @@ def test_all_requests_of_a_stream_larger_than_its_window_are_answered(node: Runn
 
 def test_a_deadline_that_passes_ends_the_call_at_the_broker(node: RunningNode) -> None:
     assert node.node.edges is not None
-    room = node.node.edges.grpc.service.room
+    call_limits = node.node.edges.grpc.service.call_limits
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw", grpc_timeout="50m"))
-        eventually(lambda: room.calls.taken == 1, "the call has begun")
+        eventually(lambda: call_limits.calls.taken == 1, "the call has begun")
         assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
-        eventually(lambda: not room.calls.taken, "the call has ended")
+        eventually(lambda: not call_limits.calls.taken, "the call has ended")
 
 
 def test_responses_that_the_client_does_not_read_end_the_call(

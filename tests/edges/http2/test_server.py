@@ -13,7 +13,7 @@ from tests.edges.http2.test_streams import Wire
 
 from timeball.edges.http2 import frames
 from timeball.edges.http2.connection import Connection
-from timeball.edges.http2.exchange import Call, Exchange, Method, Room
+from timeball.edges.http2.exchange import Call, CallLimits, Exchange, Method
 from timeball.edges.http2.frames import Fault, frame
 from timeball.edges.http2.server import REFUSAL_S, Server, parse_timeout
 from timeball.edges.http2.streams import Streams
@@ -27,7 +27,7 @@ class Echo:
     call = Call
 
     def __init__(self) -> None:
-        self.room = Room(MemoryQuota(1_000_000), 10_000, SharedLimit("calls", 10))
+        self.call_limits = CallLimits(MemoryQuota(1_000_000), 10_000, SharedLimit("calls", 10))
         self.methods = {"/echo": Method("echo", False, False, bytes, bytes)}
 
     def open(
@@ -39,7 +39,7 @@ class Echo:
         call: Call,
         now_s: float,
     ) -> Exchange:
-        return Exchange(streams, number, is_half_closed, call, self.room, self.serve, now_s)
+        return Exchange(streams, number, is_half_closed, call, self.call_limits, self.serve, now_s)
 
     async def serve(self, exchange: Exchange, request: Any) -> None:
         exchange.respond(request)
@@ -75,7 +75,7 @@ def test_a_known_method_is_served_and_others_fail_with_a_status() -> None:
         port = await server.start("127.0.0.1", 0, None, "--port")
         assert message(b"hello") in await ask(port, "/echo", message(b"hello"))
         assert b"no call '/other'" in await ask(port, "/other", message(b"hello"))
-        edge.room.calls.limit = 0
+        edge.call_limits.calls.limit = 0
         assert b"0 calls are open" in await ask(port, "/echo", message(b"hello"))
         await server.close()
         assert server.connections == 0
@@ -123,7 +123,7 @@ def test_a_stream_ends_its_task_when_a_later_message_is_no_request() -> None:
         connection.data_received(frame(frames.DATA, 0, 1, messages))
         assert stream.task is not None
         await asyncio.wait([stream.task])
-        assert not connection.streams.open and edge.room.calls.taken == 0
+        assert not connection.streams.open and edge.call_limits.calls.taken == 0
 
     run(check())
 
@@ -273,12 +273,12 @@ def test_a_call_whose_client_has_gone_gives_back_slot_and_memory() -> None:
         client = asyncio.create_task(ask(port, "/echo", message(b"hello")))
         while not edge.begun:
             await asyncio.sleep(0)
-        assert edge.room.calls.taken == 1 and edge.room.received.held_bytes
+        assert edge.call_limits.calls.taken == 1 and edge.call_limits.received.held_bytes
         client.cancel()
         await asyncio.wait([client])
         for stream in server.open_streams():
             stream.streams.end_all()
-        assert (edge.room.calls.taken, edge.room.received.held_bytes) == (0, 0)
+        assert (edge.call_limits.calls.taken, edge.call_limits.received.held_bytes) == (0, 0)
         edge.answer_all()  # to a client that has gone
         await server.close()
 

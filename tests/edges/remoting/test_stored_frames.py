@@ -150,7 +150,7 @@ async def test_a_corrupt_following_frame_fails_only_pulls_that_need_it(
     first = (await world.broker.send(batch(1))).first_seq
     second = (await world.broker.send(batch(1))).first_seq
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
-    segment = world.broker.log.reader.segments.holding(second)
+    segment = world.broker.log.reader.segments.find_segment(second)
     world.broker.files.open(segment.name).write_at(segment.frame_position_of(second) + 300, b"rot")
     source = frames_of(world)
     assert (await source.get([first], HOST, ANY_BYTES))[0] == 1

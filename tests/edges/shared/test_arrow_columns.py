@@ -19,7 +19,7 @@ from timeball.model.errors import Forbidden, InvalidDelay, InvalidMessage, OverL
 
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch with the types of sends. Raise an error as `SendColumns.adopt` does."""
+    """Return the batch with the types of sends. Raise an error as `SendColumns.check_and_convert` does."""
     return SendColumns(batch.schema).adopt(batch, None)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic
 from timeball.broker.consuming.requests import Receipt
 from timeball.edges.shared.receipt_handles import (
     ANSWERS_KEPT_MAX,
@@ -36,7 +36,7 @@ def check_refused(group: str, topic: str, text: str, handles: ReceiptHandles = H
 
 def of_retry_topic(receipt: Receipt) -> Receipt:
     """Return the receipt of the same position in the retry topic of the group and topic."""
-    return receipt._replace(topic=retry_topic(receipt.group, receipt.topic))
+    return receipt._replace(topic=pop_retry_topic(receipt.group, receipt.topic))
 
 
 @given(RECEIPTS)
@@ -100,7 +100,7 @@ def test_a_handle_of_another_group_or_topic_is_refused(receipt: Receipt, group: 
     if (group, topic) != (receipt.group, receipt.topic):
         for leased in (receipt, of_retry_topic(receipt)):
             check_refused(group, topic, HANDLES.encode(leased))
-            check_refused(group, retry_topic(group, topic), HANDLES.encode(leased))
+            check_refused(group, pop_retry_topic(group, topic), HANDLES.encode(leased))
 
 
 @given(RECEIPTS, st.data())

@@ -110,11 +110,11 @@ class Accepted(msgspec.Struct, frozen=True):
     sent: Sent | None = None  # set for a repeated send, and for a send with a unique key
 
     @property
-    def kept(self) -> pa.RecordBatch:
+    def stored_rows(self) -> pa.RecordBatch:
         """The rows in their stored form (LOG_SCHEMA)."""
         return as_batch(self.written).slice(0, self.rows)
 
-    def places(self) -> tuple[list[int], list[int | None]]:
+    def queues_and_offsets(self) -> tuple[list[int], list[int | None]]:
         """List the queue and the queue offset of each row. The offset of a scheduled message is None."""
         if isinstance(self.written, EncodedRows):
             return self.written.queue_ids, self.written.queue_offsets
@@ -204,7 +204,7 @@ class Appender:
         if accepted is not None:
             return accepted
         rows, level, now_ms = self.admit(batch)
-        self._policy.admit(codes_of(rows.column("topic"))[1], caller)
+        self._policy.ensure_topics(codes_of(rows.column("topic"))[1], caller)
         return self._prepare_and_append(rows, level, now_ms)
 
     def _send_runs(self, runs: SendRuns, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
@@ -213,7 +213,7 @@ class Appender:
         None if they must take one of the other paths (rows or columns), which also raise the errors.
         """
         # The edge has checked texts and bodies. Topics, the writer's capacity and due times are checked here.
-        topics = self._policy.destinations(runs.topics, caller)
+        topics = self._policy.find_destinations(runs.topics, caller)
         if topics is None:  # a first message creates its topic on the path for columns
             return None
         now_ms = self._clock.now_ms()
@@ -242,7 +242,7 @@ class Appender:
         if change is not None and any(LOCAL_TIME in (_PROPERTIES_OF(row) or "") for row in small_rows):
             return None
         self._writer.check_admission()
-        topics = self._policy.destinations(set(map(_TOPIC_OF, small_rows)), caller)
+        topics = self._policy.find_destinations(set(map(_TOPIC_OF, small_rows)), caller)
         if topics is None:  # as in `_send_runs`
             return None
         # No await from here on, so that the change gets the number of the first row.
@@ -255,7 +255,7 @@ class Appender:
             small_rows, topics, now_ms, self._host, lambda rows: build([*rows, *changed.log_rows])
         )
         accepted, durable = self._append_small_batch(sends, now_ms)
-        changed.keep()  # after the append, because it may refuse
+        changed.apply()  # after the append, because it may refuse
         return msgspec.structs.replace(accepted, rows=len(small_rows)), durable
 
     def _append_small_batch(
@@ -328,12 +328,12 @@ class Appender:
         if caller is None:
             self.make_topics(rows)
         else:
-            self._policy.admit(codes_of(rows.column("topic"))[1], caller)
+            self._policy.ensure_topics(codes_of(rows.column("topic"))[1], caller)
         rows = self.prepare(rows, now_ms, level)
         # After all steps that may append rows themselves, such as the creation of topics.
         changed = change(self._writer.next_seq, now_ms)
         first_seq, written, durable = self.append(pa.concat_batches([rows, changed.rows]))
-        changed.keep()  # after the append, because it may refuse
+        changed.apply()  # after the append, because it may refuse
         return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
 
     def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
@@ -442,7 +442,7 @@ class Appender:
         frame_rows = rows if added is None else pa.concat_batches([rows, added])
         _, durable = self._writer.append(frame_rows, on_durable=on_durable)
         if continuation is not None:
-            continuation.keep()
+            continuation.apply()
         return Appended(first_seq, rows, durable)
 
     def append_few(self, values: list[LogRow]) -> asyncio.Future[int]:
@@ -570,7 +570,7 @@ class Appender:
         them. `duration_mask` selects the messages that are due after a duration. None if no message is.
         """
         # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
-        self._rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
+        self._rates.count_arrived(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
         self._scheduling.scheduler.add(self._scheduling.backlog, scheduled_rows, pairs, now_ms, duration_mask)
         if self._compacts:
             self._tail_count.add(next_seq, scheduled_rows.num_rows)

@@ -292,7 +292,7 @@ class Delivery:
             self._add_scheduled(added, added_seq)
 
         durable = self._writer.append(pa.concat_batches([*parts, added]), on_durable=on_durable)[1]
-        continuation.keep()
+        continuation.apply()
         return durable
 
     def _wake_ups(self, scheduled_rows: pa.RecordBatch, states: States, now_ms: int) -> WakeUps:

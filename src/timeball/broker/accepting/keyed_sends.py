@@ -198,7 +198,7 @@ class KeyedSends:
 
     def _build_key_row(self, use: KeyUse, first_seq: int, store_ms: int) -> Change:
         """Build the row of an idempotency key, for the frame of its send."""
-        return self._idempotency_keys.changed([(use.name, use.sent(first_seq, store_ms))])
+        return self._idempotency_keys.build_change([(use.name, use.sent(first_seq, store_ms))])
 
     def _answer_unique(self, first_send: _FirstSend, accepted: Accepted) -> None:
         """Answer a first send with a unique key, and its repetitions."""
@@ -290,7 +290,7 @@ class KeyedSends:
             for use in (first_send.use for first_send in first_sends):
                 keyed_sends.append((use.name, use.sent(first_seq, store_ms)))
                 first_seq += use.rows
-            return self._idempotency_keys.changed(keyed_sends)
+            return self._idempotency_keys.build_change(keyed_sends)
 
         return self._send(joined(pieces), build_key_rows, pieces[0].caller)
 
@@ -367,7 +367,7 @@ class SourcedSends:
             change = positions.moved(caller.name, step)
             store_ms, rows = self._clock.now_ms(), build_rows(0)
             first_seq, durable = self._writer.append(change.rows)
-            change.keep()
+            change.apply()
             accepted = Accepted(first_seq, 0, store_ms, rows)
         piece.first_row = 0  # no other piece shares its batch
         durable.add_done_callback(partial(_answer_edge, piece, accepted))

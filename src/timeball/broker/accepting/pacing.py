@@ -170,7 +170,7 @@ class Pacing:
         # The messages of the last second before the start are not known, so it counts as full.
         limited = Limited(topic, rate, now_ms, recent=deque([(now_ms, rate)]))
         self._limited[topic.name] = limited
-        self._topics.indexes.limited.add(topic.name)
+        self._topics.indexes.limited_topics.add(topic.name)
         shown = self._shown.values[topic.name]
         for index in limited.indexes:
             index.show(shown.get(index.queue_id, 0))
@@ -186,12 +186,12 @@ class Pacing:
         elif limited is None:
             # The end of an earlier limit may not be durable yet. Then its hidden messages wait for this limit, and the
             # last second counts as full.
-            now_ms, was_limited = self._clock.elapsed_ms(), name in self._topics.indexes.limited
+            now_ms, was_limited = self._clock.elapsed_ms(), name in self._topics.indexes.limited_topics
             recent = deque([(now_ms, rate)] if was_limited else [])
             self._limited[name] = limited = Limited(topic, rate, now_ms, recent=recent)
             # No row of the topic may come between its own row and this one, so there is no await before.
             self._shown.put([(name, {index.queue_id: index.max_offset for index in limited.indexes})])
-            self._topics.indexes.limited.add(name)
+            self._topics.indexes.limited_topics.add(name)
             if was_limited:
                 self._on_hidden(name)
         else:
@@ -202,16 +202,16 @@ class Pacing:
         """End a limit: delete its META row, and show all messages when that is durable."""
         del self._limited[name]
         self._active.pop(name, None)
-        change = self._shown.changed([(name, None)])
+        change = self._shown.build_change([(name, None)])
         self._writer.append(change.rows, on_durable=partial(self._show_all, limited))
-        change.keep()
+        change.apply()
 
     def _show_all(self, limited: Limited) -> None:
         """Show all messages of a topic whose limit has ended, unless it has a limit again."""
         name = limited.topic.name
         if name in self._limited:
             return
-        self._topics.indexes.limited.discard(name)
+        self._topics.indexes.limited_topics.discard(name)
         for index in limited.indexes:
             index.show(index.end_offset)
         self._waiters.wake([name])
@@ -281,9 +281,9 @@ class Pacing:
         hidden_indexes = [index for index in indexes if index.max_offset < index.end_offset]
         ends, rows = next_ends(hidden_indexes, rows)
         shown = {index.queue_id: ends.get(index.queue_id, index.max_offset) for index in indexes}
-        change = self._shown.changed([(limited.topic.name, shown)])
+        change = self._shown.build_change([(limited.topic.name, shown)])
         self._writer.append(change.rows, on_durable=partial(self._on_durable, limited, ends, rows))
-        change.keep()
+        change.apply()
         limited.is_writing = True
         limited.credit -= rows
         return None

@@ -255,7 +255,7 @@ class Administration:
         """
         configs = [self._check_change(change, caller) for change in changes]
         # The limit of new topics also applies to administrators: a script can create as many as a client.
-        self._policy.admit_managed([change.name for change in changes], caller)
+        self._policy.check_new_topics([change.name for change in changes], caller)
         try:
             for change, config in zip(changes, configs, strict=True):
                 self._tables.topics.configure(

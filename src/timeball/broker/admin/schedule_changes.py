@@ -24,7 +24,7 @@ from timeball.broker.recurring.successors import (
     Continuation,
     Next,
     Successors,
-    cancel_row_of,
+    build_cancel_row,
     choose,
     first_after,
     following,
@@ -238,7 +238,7 @@ class ScheduleChanges:
             paused = msgspec.structs.replace(next_state.progress, state=State.PAUSED)
             next_state = Next(name, facts, paused, is_put=True)
         # Last, because it may create the topic.
-        self._policy.admit([facts.topic], caller)
+        self._policy.ensure_topics([facts.topic], caller)
         self._zones.use(zone_of_rule(facts.rule))
         await self._append(next_state, now_ms, None if stays else existing)
         # Another request may have changed or deleted it meanwhile.
@@ -279,7 +279,7 @@ class ScheduleChanges:
             await self._compute_in_thread(facts, progress.after_ms, now_ms)
             # Checked after the await: otherwise two resumes at the same time would append two occurrences.
             if self._schedules.find(name) == (facts, progress):
-                self._policy.admit([facts.topic], caller)
+                self._policy.ensure_topics([facts.topic], caller)
                 await self._append(following(name, facts, progress, progress.after_ms, now_ms), now_ms)
                 break
         return await self.get(name, caller)
@@ -291,10 +291,10 @@ class ScheduleChanges:
         """
         facts, progress = await self._get_durable(name, caller, Verb.CANCEL)
         # The same frame as the CANCEL row: a deleted schedule must not leave its occurrence behind.
-        change = self._schedules.changed([Entry(name, None)])
+        change = self._schedules.build_change([Entry(name, None)])
         await self._append_rows(
             name,
-            Continuation(lambda *_: (change.rows, change.keep)),
+            Continuation(lambda *_: (change.rows, change.apply)),
             self._clock.now_ms(),
             Schedule(facts, progress),
         )
@@ -433,11 +433,11 @@ class ScheduleChanges:
             facts, progress = replaced
             was_pending = self._scheduler.cancel(np.array([progress.due_ms]), np.array([progress.number]))
             if was_pending[0]:
-                parts.append(rows_of([cancel_row_of(name, facts, progress, now_ms)]))
+                parts.append(rows_of([build_cancel_row(name, facts, progress, now_ms)]))
                 self._rates.add(Stat.CANCELLED_NUMS, facts.topic, 1)
         parts.append(continuation.rows(self._log.writer.next_seq + len(parts)))
         durable = self._appender.append(pa.concat_batches(parts)).durable
-        continuation.keep()
+        continuation.apply()
         await durable
 
 

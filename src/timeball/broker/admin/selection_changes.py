@@ -131,7 +131,7 @@ class SelectionChanges:
         self._check(new_facts, caller)
         self._check_not_blocked()
         if new_facts.to_topic:
-            self._policy.admit([new_facts.to_topic], caller)
+            self._policy.ensure_topics([new_facts.to_topic], caller)
         async with self._gate.alone():
             self._check_not_blocked()  # again, because a campaign may be resumed meanwhile
             if self._tables.drains.out is not None:
@@ -243,7 +243,7 @@ class SelectionChanges:
             raise OutOfRange(f"a shift by {new_facts.shift_ms} ms: at most {self._delay_ms_max}")
         if new_facts.to_topic:
             # The messages will be sent to this topic, so the caller needs the permission. Reserved names are refused.
-            self._policy.destination(new_facts.to_topic, caller)
+            self._policy.find_destination(new_facts.to_topic, caller)
         if not new_facts.from_ms < new_facts.to_ms:
             raise InvalidMessage("the window of due times is empty: it must end after it begins")
         if new_facts.where:

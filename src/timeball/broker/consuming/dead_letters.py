@@ -33,7 +33,7 @@ from timeball.broker.consuming import retry
 from timeball.broker.consuming.redelivery_rows import (
     FIRST_POP_TIME,
     POP_CK,
-    retry_topic,
+    pop_retry_topic,
 )
 from timeball.broker.consuming.retention import log_expired
 from timeball.broker.filters import Filter
@@ -233,7 +233,7 @@ class DeadLetters:
         if rows is None or pace is None:
             change = self._resolution(group, topic, positions)
             self._log.writer.append(change.rows)
-            change.keep()  # after the append, which raises if the disk is full
+            change.apply()  # after the append, which raises if the disk is full
             await self._log.writer.flushed()
         else:
             copies = self._copies(
@@ -260,11 +260,11 @@ class DeadLetters:
         # resolved, so it need not be stored as resolved.
         min_offsets = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
         in_queue = [(queue, offset) for queue, offset in positions if offset >= min_offsets[queue]]
-        change = self._tables.resolved_dead_letters.changed(group, in_queue, min_offsets)
+        change = self._tables.resolved_dead_letters.build_change(group, in_queue, min_offsets)
         repeated = self._tables.repeated_dead_letters
         if all(repeated.find_seq(group, *position) is None for position in positions):
             return change
-        return combined(change, repeated.changed({group: positions}))
+        return combined(change, repeated.build_change({group: positions}))
 
     def _copies(self, group: str, rows: pa.RecordBatch, delays_ms: list[int] | None) -> pa.RecordBatch:
         """Build the batch (SEND_COLUMNS) that resends these dead letters (READ_SCHEMA). `delays_ms`: of each row."""
@@ -280,7 +280,7 @@ class DeadLetters:
                 topics.append(origin)
             elif ORIGIN_GROUP in properties:
                 # The consuming engine redelivers through a topic per group and origin.
-                topics.append(retry_topic(group, origin))
+                topics.append(pop_retry_topic(group, origin))
             else:
                 # A client returned it that receives its attempts from the retry topic of the group.
                 topics.append(retry.retry_topic(group))
@@ -400,14 +400,16 @@ class DeadLetters:
             dropped.setdefault(evicted_group, []).extend(positions)
             expiries.append(Expiry(evicted_group, DLQ_PREFIX + evicted_group, run.rows, {}))
         changes = [
-            self._tables.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])
+            self._tables.repeated_dead_letters.build_change(
+                dropped, [(group, queue, run) for queue, run in runs]
+            )
         ]
         if expiries:
-            changes.append(self._tables.expired.changed(expiries, now_ms))
+            changes.append(self._tables.expired.build_change(expiries, now_ms))
         change = combined(*changes)
         copies = [_repeated_rows(rows.filter(pa.array(is_repeated)))] if runs else []
         _, durable = self._log.writer.append(pa.concat_batches([*copies, change.rows]))
-        change.keep()
+        change.apply()
         await durable  # only one chunk is in memory at a time
         log_expired(expiries, are_dead_letters=True)
 

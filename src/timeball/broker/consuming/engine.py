@@ -38,7 +38,7 @@ from timeball.broker.consuming.key_limits import KeyLimits
 from timeball.broker.consuming.lease_saver import LeaseSaver, restored_queues
 from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases, lease_ends
 from timeball.broker.consuming.redelivery import Redelivery, Return
-from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, with_reasons
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic, times_of, with_reasons
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import (
     Selection,
@@ -317,15 +317,15 @@ class Consuming:
             self._versions = versions
         subscription = self._subscriptions.get((group, topic))
         if subscription is None:
-            retry_name, dead_letter_name = retry_topic(group, topic), retry.dead_letter_topic(group)
+            retry_name, dead_letter_name = pop_retry_topic(group, topic), retry.dead_letter_topic(group)
             # The topics of redelivered messages must have valid names too.
             for name in (topic, retry_name, dead_letter_name):
                 check_topic(name)
             # ANONYMOUS, because the cache serves every caller. `join` checks the permissions of the account each time.
             groups = self._tables.groups
             subscription = Subscription(
-                group=self._policy.joined(group, ANONYMOUS),
-                topic=self._policy.readable(topic, ANONYMOUS),
+                group=self._policy.ensure_group(group, ANONYMOUS),
+                topic=self._policy.find_readable_topic(topic, ANONYMOUS),
                 times_max=groups.times_max(group),
                 max_per_key=groups.max_per_key(group),
                 retry_name=retry_name,
@@ -621,12 +621,12 @@ class Consuming:
             rows = await self._read(request, selection)
             self.leases.store_all(selection.queues)
             if not self.saver.save_ms:
-                await self.saver.saved()
+                await self.saver.save_and_wait()
         except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
             self._give_up(selection)
             raise
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.leased)
-        self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
+        self._rates.count_received(request.topic, request.group, rows.num_rows, size_bytes)
         pop_ms, leased = selection.pop_ms, selection.leased
         receipts = [
             Receipt(request.group, queue.topic, queue.queue_id, offset, pop_ms) for queue, offset, _ in leased
@@ -674,7 +674,7 @@ class Consuming:
     def acknowledge_now(self, receipts: Sequence[Receipt]) -> list[bool]:
         """End these leases in memory. The result is False for each receipt that is not, or no longer, valid.
 
-        With `ack_save_ms` 0, the caller awaits `saver.saved` before it answers.
+        With `ack_save_ms` 0, the caller awaits `saver.save_and_wait` before it answers.
         """
         return self._settling.acknowledge(receipts)
 
@@ -684,7 +684,7 @@ class Consuming:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
         results = self.acknowledge_now(receipts)
         if not self.saver.save_ms and receipts:
-            await self.saver.saved()
+            await self.saver.save_and_wait()
         return results
 
     def was_ended(self, receipts: Sequence[Receipt]) -> list[bool]:
@@ -712,7 +712,7 @@ class Consuming:
         check_invisible(invisible_ms, 0)
         changed = await self._settling.change(receipt, invisible_ms, counts=counts, new_receipt=new_receipt)
         if not self.saver.save_ms:
-            await self.saver.saved()
+            await self.saver.save_and_wait()
         return changed
 
     async def nack(

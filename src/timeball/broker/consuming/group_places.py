@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from timeball.broker.consuming.leases import Leases
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic
 from timeball.broker.registry.groups import Offsets
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.redeliveries import Redeliveries, topic_of
@@ -141,7 +141,7 @@ class GroupPlaces:
             return False
         # A copy that waits for its due time is in `_redeliveries`. A visible one is in a retry topic: that of group and
         # topic (POP), or that of the group (RocketMQ's push).
-        retries = (topics.find_topic(retry) for retry in (retry_topic(group, name), RETRY_PREFIX + group))
+        retries = (topics.find_topic(retry) for retry in (pop_retry_topic(group, name), RETRY_PREFIX + group))
         return all(self._has_read(group, retry) for retry in retries if retry is not None)
 
     def _has_read(self, group: str, topic: Topic) -> bool:

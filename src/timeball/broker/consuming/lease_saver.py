@@ -64,7 +64,7 @@ class LeaseSaver:
             self._timer.cancel()
             self._timer = None
 
-    async def saved(self, queues: Iterable[QueueLeases] | None = None) -> None:
+    async def save_and_wait(self, queues: Iterable[QueueLeases] | None = None) -> None:
         """Save the changes of these queues (None: of all), durably. Raises OverLimit when the disk is full."""
         self._writer.check_admission()
         self._append(self.build_change(list(self._leases.count.changed if queues is None else queues)))
@@ -115,13 +115,13 @@ class LeaseSaver:
             unchanged = queue.saved_parts - parts.keys()
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
         changed = combined(
-            self._tables.leases.changed(values.items()),
-            self._tables.offsets.changed(None if all_offsets else units),
+            self._tables.leases.build_change(values.items()),
+            self._tables.offsets.build_change(None if all_offsets else units),
         )
 
-        def keep() -> None:
+        def apply() -> None:
             """Record in memory that the rows are appended."""
-            changed.keep()
+            changed.apply()
             for queue, numbers in saved_parts.items():
                 queue.saved_parts = numbers
                 queue.changed_parts.clear()
@@ -131,7 +131,7 @@ class LeaseSaver:
             for key in orphaned:
                 del self._leases.orphaned_parts[key]
 
-        return changed._replace(keep=keep)
+        return changed._replace(apply=apply)
 
     # -- the timer ---------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class LeaseSaver:
         """Append a change. Returns a future that is done when it is durable, or None if the change is empty."""
         # As values, because the columns of a few rows cost ten times as much.
         durable = self._writer.append(build(change.log_rows))[1] if change.pairs else None
-        change.keep()
+        change.apply()
         return durable
 
     # -- the saved form ----------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class LiveTail:
 
         Raises NotFound, Forbidden, InvalidFilter.
         """
-        topic = self._policy.readable(name, caller)
+        topic = self._policy.find_readable_topic(name, caller)
         self._filter(topic, tags)
         wanted_offsets = [] if offsets is None else list(offsets[: len(topic.queues)])
         indexes = [queue.index for queue in topic.queues]
@@ -222,7 +222,7 @@ class LiveTail:
         deadline_s = loop.time() + wait_s
         while True:
             # Checked in each round, because the topic may have been deleted or the account changed.
-            topic = self._policy.readable(name, caller)
+            topic = self._policy.find_readable_topic(name, caller)
             position = self.begin(name, tags, offsets, caller)
             # No await between this check and the wait: a message that arrived between them would wake no reader.
             if any(

@@ -408,7 +408,7 @@ class Redelivery:
         appended = self._appender.append(
             pa.concat_batches([prepared, change.rows]), on_durable if units else None, is_duration=True
         )
-        change.keep()
+        change.apply()
         await appended.durable
 
     async def _read(self, returning: list[Returning]) -> tuple[pa.RecordBatch, list[Returning]]:
@@ -455,7 +455,7 @@ class Redelivery:
             topics.append(
                 retry.dead_letter_topic(group)
                 if is_dead
-                else redelivery_rows.retry_topic(group, position.queue.topic)
+                else redelivery_rows.pop_retry_topic(group, position.queue.topic)
             )
             delays_ms.append(0 if is_dead else self._delay_ms(position, attempts))
         for name in set(topics):

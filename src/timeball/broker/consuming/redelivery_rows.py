@@ -60,7 +60,7 @@ _REBUILD_PATTERN = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
 _UNCHANGED = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
 
 
-def retry_topic(group: str, topic: str) -> str:
+def pop_retry_topic(group: str, topic: str) -> str:
     """Name the topic in which a group gets unacknowledged messages of `topic` again. A retry topic is its own."""
     # A message that comes back again stays in its retry topic.
     return topic if topic.startswith(RETRY_PREFIX) else f"{RETRY_PREFIX}{group}_{topic}"

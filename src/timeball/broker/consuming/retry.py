@@ -36,7 +36,7 @@ SPENT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Next:
+class Destination:
     """The next copy of a message, and its topic. A `delay_level` of 0 makes it visible at once."""
 
     topic: str
@@ -74,7 +74,7 @@ def next_copy_of_returned(
     message_id: str,
     delay_level: int,
     times_max: int,
-) -> Next:
+) -> Destination:
     """Decide on the next copy of a message that `group` returns, as in the table above.
 
     `message_id` is the id of its current copy, `reconsume_times` how often it was returned before, and `delay_level`
@@ -90,9 +90,9 @@ def next_copy_of_returned(
     copy_properties[WAIT] = "false"
     next_times = min(times + 1, INT_MAX)
     if times >= times_max or delay_level < 0:
-        return Next(dead_letter_topic(group), copy_properties, 0, next_times)
+        return Destination(dead_letter_topic(group), copy_properties, 0, next_times)
     level = _clamp(delay_level or FIRST_LEVEL + times)
-    return Next(retry_topic(group), _with_level(copy_properties, level), level, next_times)
+    return Destination(retry_topic(group), _with_level(copy_properties, level), level, next_times)
 
 
 def resend(
@@ -103,7 +103,7 @@ def resend(
     reconsume_times: int,
     times_max: int,
     in_order: bool,
-) -> Next:
+) -> Destination:
     """Decide on the next copy of a message that a client itself sends to its group's retry topic.
 
     The client has counted this attempt already, in `reconsume_times`. So a number equal to the maximum is still a
@@ -113,8 +113,8 @@ def resend(
     # The client's numbers may be any 32-bit integers, also negative ones.
     times, level = _clamp(reconsume_times), _clamp(delay_level)
     if in_order or times > times_max:
-        return Next(dead_letter_topic(group), _with_level(properties, 0), 0, times)
-    return Next(retry_topic(group), _with_level(properties, level), level, times)
+        return Destination(dead_letter_topic(group), _with_level(properties, 0), 0, times)
+    return Destination(retry_topic(group), _with_level(properties, level), level, times)
 
 
 def _clamp(number: int) -> int:

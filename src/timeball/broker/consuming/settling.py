@@ -170,7 +170,7 @@ class Settling:
             queue.prolong(receipt.offset, self._clock.elapsed_ms() + (how.delay_ms or 0), now_ms, counts=True)
             queue.nack(receipt.offset, now_ms)
             self.redelivery.add_deadline(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
-            await self._saver.saved([queue])
+            await self._saver.save_and_wait([queue])
             return True
         # A nack without a delay that is no attempt: the position itself is leased again, and no row is written.
         if not (counts or how.is_dead) and how.delay_ms == 0:

@@ -315,9 +315,9 @@ class Draining:
                 facts, transfer=facts.transfer + 1, first_seq=self._log.writer.next_seq, rows=rows.num_rows,
                 at_ms=now_ms,
             )  # fmt: skip
-            change = self._tables.drains.changed(transfer_facts)
+            change = self._tables.drains.build_change(transfer_facts)
             _, durable = self._log.writer.append(pa.concat_batches([rows, change.rows]))
-            change.keep()
+            change.apply()
         # Send the rows only when they are durable: the next leader of this group must know that the messages ended.
         await durable
         await self._log.writer.synced()
@@ -470,4 +470,4 @@ class DrainReceiver:
         # No await between the check in `adopt` and the append. Otherwise two copies of a transfer that arrive at the
         # same time would both be adopted.
         self._appender.append(pa.concat_batches([rows, change.rows]), self._on_adopted)
-        change.keep()
+        change.apply()

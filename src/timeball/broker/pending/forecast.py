@@ -349,7 +349,7 @@ class Counting:
         """Add the pending messages among these messages of the log."""
         selected = self._snapshot.selected
         if not selected.is_empty:
-            rows = rows.part(self._snapshot.waits(rows.due_ms, rows.seq))
+            rows = rows.part(self._snapshot.are_pending(rows.due_ms, rows.seq))
             parts = described_in_log(selected, self._reader, rows, self._codes.names)
             self._add_changed(parts, rows.due_ms, rows.seq, rows.topic)
             return
@@ -382,7 +382,7 @@ class Counting:
                 if not is_selected:
                     self._add_pending(due_ms, seq, topics)
                     continue
-                row = np.flatnonzero(self._snapshot.waits(due_ms, seq))
+                row = np.flatnonzero(self._snapshot.are_pending(due_ms, seq))
                 due_ms, seq = due_ms[row], seq[row]
                 parts = described_in_group(self._snapshot.selected, file, group, row, due_ms, seq)
                 self._add_changed(parts, due_ms, seq, topics[row])
@@ -426,7 +426,7 @@ class Counting:
             return
         due_ms, seq, topics = due_ms[is_counted], seq[is_counted], topics[is_counted]
         # Checked only for the rows in the window, because these checks are the expensive part.
-        is_counted = self._snapshot.waits(due_ms, seq) & ~self._snapshot.holds.contains(due_ms, seq)
+        is_counted = self._snapshot.are_pending(due_ms, seq) & ~self._snapshot.holds.contains(due_ms, seq)
         self._add_rows(due_ms[is_counted], topics[is_counted])
 
     def _add_rows(self, due_ms: Int64Array, topics: Codes) -> None:

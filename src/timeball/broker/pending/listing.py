@@ -253,7 +253,7 @@ class Listing:
         # Checked after the lookup on the event loop, because a release that has begun may have no row in the log yet.
         async for part in in_slices(candidates):
             changes = await self._look_ups.select(part)
-            are_pending = self._scheduling.outcomes.waits(*due_version_columns(part)).tolist()
+            are_pending = self._scheduling.outcomes.are_pending(*due_version_columns(part)).tolist()
             waiting = [
                 candidate for candidate, is_pending in zip(part, are_pending, strict=True) if is_pending
             ]
@@ -513,7 +513,7 @@ class TableWalk:
         file = self.files[file_index]
         rows = file.read_group(group, ["due_ms", "seq", "topic"])
         due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
-        is_match = self._snapshot.waits(due_ms, seq)
+        is_match = self._snapshot.are_pending(due_ms, seq)
         is_match &= (due_ms > low[0]) | ((due_ms == low[0]) & (seq >= low[1]))
         is_match &= (due_ms < high[0]) | ((due_ms == high[0]) & (seq < high[1]))
         row = np.flatnonzero(is_match)

@@ -71,7 +71,7 @@ class Snapshot:
         """
         return np.sort(self.settled.seq)
 
-    def waits(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
+    def are_pending(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         """Compute a mask of the pending messages among these scheduled messages (columns)."""
         is_settled = (due_ms < self.settled.before_ms) & ~self.settled.may_be_pending(seq)
         # Holds matter only for messages that the mark covers. Usually there are no holds.
@@ -381,7 +381,7 @@ class LogTail:
             end_position = int(page.due_ms[-1]), int(page.seq[-1]) + 1
         else:
             end_position = min(high, self._high)
-        is_pending = snapshot.waits(page.due_ms, page.seq) & _is_in_log(page, snapshot)
+        is_pending = snapshot.are_pending(page.due_ms, page.seq) & _is_in_log(page, snapshot)
         return page if is_pending.all() else page.part(is_pending), end_position
 
     def _read(self, snapshot: Snapshot) -> None:
@@ -391,7 +391,7 @@ class LogTail:
         batches, count = [still_in_log], len(still_in_log)
         for scheduled in scan(self._reader, snapshot, begin_seq, self._codes):
             is_kept = (scheduled.due_ms >= self._low[0]) & (scheduled.due_ms <= self._high[0])
-            is_kept &= snapshot.waits(scheduled.due_ms, scheduled.seq)
+            is_kept &= snapshot.are_pending(scheduled.due_ms, scheduled.seq)
             if is_kept.any():
                 batches.append(scheduled.part(is_kept))
                 count += len(batches[-1])

@@ -169,7 +169,7 @@ class _Walk:
         snapshot, parts = self.snapshot, list[Logged]()
         for rows in scan(self.reader, snapshot, max(snapshot.from_seq, self.reader.first_seq), self.codes):
             is_in_log = (rows.row_seq >= snapshot.watermark) | rows.is_level
-            parts.append(rows.part(is_in_log & snapshot.waits(rows.due_ms, rows.seq)))
+            parts.append(rows.part(is_in_log & snapshot.are_pending(rows.due_ms, rows.seq)))
             yield None
         if not parts:
             return
@@ -196,7 +196,7 @@ class _Walk:
             for group in file.groups_between(FIRST_POSITION, LAST_POSITION):
                 columns = file.read_group(group, ["due_ms", "seq"])
                 due_ms, seq = (columns.column(name).to_numpy() for name in ("due_ms", "seq"))
-                row = np.flatnonzero(self.snapshot.waits(due_ms, seq))
+                row = np.flatnonzero(self.snapshot.are_pending(due_ms, seq))
                 due_ms, seq = due_ms[row], seq[row]
 
                 def read(

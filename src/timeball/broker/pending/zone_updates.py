@@ -34,7 +34,7 @@ from timeball.broker.accepting.delivery import split_into_frames
 from timeball.broker.pending.snapshot import Snapshot, Snapshots
 from timeball.broker.policy import Policy
 from timeball.broker.recurring.rule import Rule
-from timeball.broker.recurring.successors import Next, Successors, cancel_row_of, first_after, following
+from timeball.broker.recurring.successors import Next, Successors, build_cancel_row, first_after, following
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.schedules import OCCURRENCE, Progress, Schedules
@@ -192,11 +192,11 @@ class ZoneUpdates:
             for zone, rules in hashes.items()
             if zone in of_schedules or until_ms[zone] >= now_ms
         }
-        change = self._zones.changed(
+        change = self._zones.build_change(
             msgspec.structs.replace(facts, tzdata=time_parsing.VERSION, zones=in_use)
         )
         durable = self._appender.append(change.rows).durable
-        change.keep()
+        change.apply()
         await durable
 
     # -- schedules -----------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class ZoneUpdates:
                 report.add(zone, progress.due_ms, next_state.occurrence.due_ms, schedules=1)
         cancels = rows_of(
             [
-                cancel_row_of(next_state.name, next_state.facts, progress, now_ms, reason)
+                build_cancel_row(next_state.name, next_state.facts, progress, now_ms, reason)
                 for next_state, progress, reason in states
             ]
         )
@@ -270,8 +270,8 @@ class ZoneUpdates:
         successors = continuation.rows(self._log.writer.next_seq + cancels.num_rows)
         change = report.change()
         durable = self._appender.append(pa.concat_batches([cancels, successors, change.rows])).durable
-        continuation.keep()
-        change.keep()
+        continuation.apply()
+        change.apply()
         await durable
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class ZoneUpdates:
                     moving[row.version] = _Moving(_candidate(row), zone, due_ms)
             # Settled messages are left out here, so that their rows are not read. The scheduler decides again.
             candidates = [message.candidate for message in moving.values()]
-            is_pending = snapshot.waits(
+            is_pending = snapshot.are_pending(
                 np.array([candidate.due_ms for candidate in candidates], np.int64),
                 np.array([candidate.seq for candidate in candidates], np.int64),
             ).tolist()
@@ -397,7 +397,7 @@ class _Report:
 
     def change(self) -> Change:
         """Build the META row for the frame of the counted moves."""
-        return self._zones.changed(self.facts())
+        return self._zones.build_change(self.facts())
 
     def facts(self) -> ZoneFacts:
         """Build the recorded state, with the moves so far."""

@@ -9,7 +9,7 @@ These rows are the successor of each occurrence (SCHEDULED) and the progress of 
 log as a whole or not at all. So an active schedule has exactly one pending occurrence, also after a crash.
 
 The next occurrence follows from the META values and the time, so each leader of a cluster appends the same rows. No
-method appends or waits: a caller decides which messages end, appends the rows, and calls `Continuation.keep`, without
+method appends or waits: a caller decides which messages end, appends the rows, and calls `Continuation.apply`, without
 an await in between.
 
 A schedule may skip an occurrence while a group has not finished the previous one. This is decided when it is due, from
@@ -255,7 +255,7 @@ def occurrence_properties(name: str, facts: ScheduleFacts, due_ms: int, local: s
     return encode_properties(facts.properties) + own if facts.properties else own
 
 
-def cancel_row_of(
+def build_cancel_row(
     name: str, facts: ScheduleFacts, progress: Progress, now_ms: int, reason: str = ""
 ) -> LogRow:
     """Build the CANCEL row of the pending occurrence of a schedule, as values of LOG_SCHEMA."""
@@ -282,20 +282,20 @@ class Continuation:
         of schedules that continue.
         """
         self._build, self.cancelled, self.occurrences = build, cancelled or {}, occurrences
-        self._keep: Callable[[], None] | None = None
+        self._apply: Callable[[], None] | None = None
 
     def rows(self, first_seq: int, positions: Positions | None = None) -> pa.RecordBatch:
         """Build the rows (LOG_SCHEMA). The first one will have the sequence number `first_seq`.
 
         `positions`: the queues and offsets of the messages of a hand-out. None for a request or a command.
         """
-        rows, self._keep = self._build(first_seq, positions)
+        rows, self._apply = self._build(first_seq, positions)
         return rows
 
-    def keep(self) -> None:
+    def apply(self) -> None:
         """Change the schedules in memory. Call it after the append of `rows`, which may be refused."""
-        assert self._keep is not None, "the rows are built first"
-        self._keep()
+        assert self._apply is not None, "the rows are built first"
+        self._apply()
 
 
 class _Plain(NamedTuple):
@@ -404,14 +404,14 @@ class Successors:
             """Build the rows of `nexts`, then the rows of `plain`."""
             if not nexts:
                 return self._build_plain(plain, first_seq, now_ms)
-            rows, keep = self._build(nexts, first_seq, positions, now_ms)
-            plain_rows, keep_plain = self._build_plain(plain, first_seq + rows.num_rows, now_ms)
+            rows, apply = self._build(nexts, first_seq, positions, now_ms)
+            plain_rows, apply_plain = self._build_plain(plain, first_seq + rows.num_rows, now_ms)
 
-            def keep_all() -> None:
-                keep()
-                keep_plain()
+            def apply_all() -> None:
+                apply()
+                apply_plain()
 
-            return pa.concat_batches([rows, plain_rows]), keep_all
+            return pa.concat_batches([rows, plain_rows]), apply_all
 
         return Continuation(build, cancelled, len(nexts) + len(plain.schedules.slots))
 
@@ -475,8 +475,8 @@ class Successors:
             unique_key=pc.binary_join_element_wise(names, due_text, "."), body=[each.body for each in templates],
             properties=properties, due_ms=due_ms, **self._shared(now_ms),
         )  # fmt: skip
-        progress_rows, keep = self._schedules.released(schedules, due_ms, first_seq, now_ms)
-        return pa.concat_batches([self._backlog.encode_for_log(scheduled_rows, now_ms), progress_rows]), keep
+        progress_rows, apply = self._schedules.released(schedules, due_ms, first_seq, now_ms)
+        return pa.concat_batches([self._backlog.encode_for_log(scheduled_rows, now_ms), progress_rows]), apply
 
     def after_end(self, numbers: Sequence[int], now_ms: int) -> Continuation | None:
         """Continue the schedules whose pending occurrences are among these messages, which a request cancels or moves.
@@ -536,12 +536,12 @@ class Successors:
                     progress, last_queue=int(queues[release_index]), last_offset=int(offsets[release_index])
                 )
             entries.append(Entry(name, progress, facts if is_put else None, slot))
-        change = self._schedules.changed(entries)
+        change = self._schedules.build_change(entries)
         if not scheduled:
-            return change.rows, change.keep
+            return change.rows, change.apply
         # No check of the backlog's capacity, because a schedule must not end when a slot of the wheel is full.
         scheduled_rows = self._backlog.encode_for_log(self._scheduled_rows(scheduled, now_ms), now_ms)
-        return pa.concat_batches([scheduled_rows, change.rows]), change.keep
+        return pa.concat_batches([scheduled_rows, change.rows]), change.apply
 
     def _shared(self, now_ms: int) -> dict[str, Any]:
         """Build the values that all occurrences share, by column."""

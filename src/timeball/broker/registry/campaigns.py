@@ -107,9 +107,9 @@ class Campaigns:
         """Append the state of a campaign to the log."""
         self._table.put([(campaign, facts)])
 
-    def changed(self, campaign: str, facts: CampaignFacts) -> Change:
+    def build_change(self, campaign: str, facts: CampaignFacts) -> Change:
         """Build the row with the state of a campaign, for a frame with other rows."""
-        return self._table.changed([(campaign, facts)])
+        return self._table.build_change([(campaign, facts)])
 
     def plan(
         self,
@@ -167,7 +167,7 @@ class Campaigns:
             ranges=attachment.ranges,
             last_due_ms=max((entry.max_due_ms for entry in attachment.files), default=-1),
         )
-        return self.changed(attachment.job_id, facts)
+        return self.build_change(attachment.job_id, facts)
 
     def _campaign_of(self, attachment: Attachment) -> CampaignFacts | None:
         """Find the campaign whose files a bulk job attaches. None for a job without a campaign."""

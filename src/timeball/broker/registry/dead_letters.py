@@ -49,7 +49,7 @@ class ResolvedDeadLetters:
         if begin < end:
             yield begin, end
 
-    def changed(self, group: str, positions: Iterable[Position], min_offsets: dict[int, int]) -> Change:
+    def build_change(self, group: str, positions: Iterable[Position], min_offsets: dict[int, int]) -> Change:
         """Build the row that marks more positions as resolved. Raises OverLimit for too many spans.
 
         `min_offsets`: the first offset of each queue that the log still contains. Earlier spans are forgotten.
@@ -68,7 +68,7 @@ class ResolvedDeadLetters:
                 f"group {group!r} has more than {limits.DEAD_LETTER_SPANS_MAX} gaps among its dead letters: resend or "
                 "delete the oldest ones first"
             )
-        return self._table.changed([(group, {queue: spans for queue, spans in merged.items() if spans})])
+        return self._table.build_change([(group, {queue: spans for queue, spans in merged.items() if spans})])
 
     def forget(self, group: str) -> None:
         """Forget a group whose dead letters have been deleted with their topic."""
@@ -141,7 +141,7 @@ class RepeatedDeadLetters:
                 for run in runs:
                     yield GroupRun(group, queue, run)
 
-    def changed(
+    def build_change(
         self,
         dropped: Mapping[str, Iterable[Position]],
         added: Iterable[tuple[str, int, Run]] = (),
@@ -154,7 +154,7 @@ class RepeatedDeadLetters:
             # A group may have dropped positions as well as added runs.
             runs = new_runs.setdefault(group, self._without(group, ()))
             runs[queue] = sorted([*runs.get(queue, []), run])
-        return self._table.changed(
+        return self._table.build_change(
             [
                 # Without any run left, the group's key is deleted.
                 (group, {queue: runs for queue, runs in queues.items() if runs} or None)
@@ -273,9 +273,9 @@ class ExpiredMessages:
         facts = self._table.values.get(group)
         return facts is not None and facts.is_deleted
 
-    def changed(self, expiries: Iterable[Expiry], now_ms: int) -> Change:
+    def build_change(self, expiries: Iterable[Expiry], now_ms: int) -> Change:
         """Build the rows that count these messages, for a frame with other rows."""
-        return self._table.changed(self._updated_values(expiries, now_ms))
+        return self._table.build_change(self._updated_values(expiries, now_ms))
 
     def add(self, expiries: Iterable[Expiry], now_ms: int) -> None:
         """Append the rows that count these messages, in a frame of their own."""

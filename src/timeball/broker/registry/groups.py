@@ -359,20 +359,20 @@ class Offsets:
         """Find the units whose offsets were changed by `commit` or forgotten since they were last saved."""
         return set(self._moved)
 
-    def changed(self, units: Iterable[Unit] | None = None) -> Change:
+    def build_change(self, units: Iterable[Unit] | None = None) -> Change:
         """Build rows with the changed offsets of these units. None: of all units."""
         saved_units = set(self._changed) if units is None else self._changed.intersection(units)
-        encoded = self._meta.changed(
+        encoded = self._meta.build_change(
             (f"offsets/{group}@{topic}", self.table.get(group, {}).get(topic))
             for group, topic in sorted(saved_units)
         )
 
-        def keep() -> None:
-            encoded.keep()
+        def apply() -> None:
+            encoded.apply()
             self._changed -= saved_units
             self._moved -= saved_units
 
-        return encoded._replace(keep=keep)
+        return encoded._replace(apply=apply)
 
     def _mark_moved(self, group: str, topic: str) -> None:
         """Mark the offsets of a unit as changed by another cause than its leases."""

@@ -83,7 +83,7 @@ class SourcePositions:
             raise OverLimit(
                 f"{limits.SOURCES_MAX} sources are known, and no more are taken: use one of their names"
             )
-        return self._table.changed([(key, SourceState(step.source, positions))])
+        return self._table.build_change([(key, SourceState(step.source, positions))])
 
 
 def _key(caller: str, source: str) -> str:
@@ -224,7 +224,7 @@ class IdempotencyKeys:
             return send
         return send if last_due_ms(send.first_seq, send.rows) > after_ms else None
 
-    def changed(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
+    def build_change(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
         """Build the rows of keys that are used now, and of the oldest keys, which are deleted beyond the limit.
 
         `sends`: the name of each key, and the send that uses it.
@@ -236,16 +236,16 @@ class IdempotencyKeys:
         surplus = len(values) - len(deletions) + len(new_values) - limits.IDEMPOTENCY_KEYS_MAX
         oldest_first = (name for name in values if name not in deletions)
         deletions |= dict.fromkeys(islice(oldest_first, max(0, surplus)))
-        changed = self._table.changed([*deletions.items(), *new_values.items()])
+        changed = self._table.build_change([*deletions.items(), *new_values.items()])
 
-        def keep_with_heap() -> None:
+        def apply_with_heap() -> None:
             """Apply the change in memory, and add the new keys to the heap, if it exists."""
-            changed.keep()
+            changed.apply()
             for name, send in new_values.items():
                 if send is not None and self._expiry_heap is not None:
                     heappush(self._expiry_heap, (send.last_ms, name))
 
-        return changed._replace(keep=keep_with_heap)
+        return changed._replace(apply=apply_with_heap)
 
     def drop(self, before_ms: int, last_due_ms: LastDue) -> int:
         """Delete keys whose sends and due times are not after `before_ms`. Returns the number of deleted keys.

@@ -54,7 +54,7 @@ class Change(NamedTuple):
     pairs: list[tuple[str, bytes]]  # key and value of each row. An empty value deletes the key
     now_ms: int  # the store time of the rows
     # Applies the change in memory. Called after the append, because a refused append must not change anything.
-    keep: Callable[[], None]
+    apply: Callable[[], None]
 
     @property
     def rows(self) -> pa.RecordBatch:
@@ -70,13 +70,13 @@ class Change(NamedTuple):
 def combined(*changes: Change) -> Change:
     """Combine changes of several tables into one."""
 
-    def keep() -> None:
+    def apply() -> None:
         for change in changes:
-            change.keep()
+            change.apply()
 
     # One batch becomes one frame, so after a crash the log has all changes or none.
     pairs = [pair for change in changes for pair in change.pairs]
-    return Change(pairs, max(change.now_ms for change in changes), keep)
+    return Change(pairs, max(change.now_ms for change in changes), apply)
 
 
 class Restorable(Protocol):
@@ -134,19 +134,19 @@ class MetaLog:
             for key, value in pairs:
                 self._remember(key, value)
 
-    def changed(self, changes: Iterable[tuple[str, object]]) -> Change:
+    def build_change(self, changes: Iterable[tuple[str, object]]) -> Change:
         """Encode changed values. None deletes a key.
 
-        The caller appends the rows in one frame with its own rows. Then it calls `keep`, which changes the values in
+        The caller appends the rows in one frame with its own rows. Then it calls `apply`, which changes the values in
         memory.
         """
         pairs = _encode_values(changes)
 
-        def keep() -> None:
+        def apply() -> None:
             for key, value in pairs:
                 self._remember(key, value)
 
-        return Change(pairs, self.now_ms(), keep)
+        return Change(pairs, self.now_ms(), apply)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
         """Recovery: apply values from the log, in its order.
@@ -208,17 +208,17 @@ class MetaTable(Generic[T]):
         for name, value in change_list:
             self._remember(name, value)
 
-    def changed(self, changes: Iterable[tuple[str, T | None]]) -> Change:
-        """Encode changed values, as `MetaLog.changed` does. None deletes a value."""
+    def build_change(self, changes: Iterable[tuple[str, T | None]]) -> Change:
+        """Encode changed values, as `MetaLog.build_change` does. None deletes a value."""
         change_list = list(changes)
-        encoded = self._log.changed((f"{self._prefix}/{name}", value) for name, value in change_list)
+        encoded = self._log.build_change((f"{self._prefix}/{name}", value) for name, value in change_list)
 
-        def keep() -> None:
-            encoded.keep()
+        def apply() -> None:
+            encoded.apply()
             for name, value in change_list:
                 self._remember(name, value)
 
-        return encoded._replace(keep=keep)
+        return encoded._replace(apply=apply)
 
     def restore(self, name: str, value: bytes) -> None:
         """Apply a value from the log."""

@@ -115,7 +115,7 @@ class QueueOffsets:
         for (topic, queue_id), queue_rows in self._chosen.items():
             queues.append((topic.name, queue_id))
             rows = len(queue_rows.entries) // _ENTRY.size
-            rates.put(topic.name, rows, queue_rows.size_bytes)
+            rates.count_arrived(topic.name, rows, queue_rows.size_bytes)
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, rows)
         if self._dead_letter_keys:

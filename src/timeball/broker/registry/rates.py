@@ -85,13 +85,13 @@ class Rates:
 
     # -- counting ----------------------------------------------------------------------------------------------
 
-    def put(self, topic: str, rows: int, size_bytes: int) -> None:
+    def count_arrived(self, topic: str, rows: int, size_bytes: int) -> None:
         """Count messages that arrived in a topic."""
         self.add(Stat.TOPIC_PUT_NUMS, topic, rows)
         self.add(Stat.TOPIC_PUT_SIZE, topic, size_bytes)
         self.add(Stat.BROKER_PUT_NUMS, "", rows)
 
-    def got(self, topic: str, group: str, rows: int, size_bytes: int) -> None:
+    def count_received(self, topic: str, group: str, rows: int, size_bytes: int) -> None:
         """Count messages that were delivered to a group, with their size in bytes."""
         if not rows:
             return

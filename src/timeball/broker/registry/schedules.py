@@ -374,7 +374,7 @@ class Schedules:
             body=value.cast(pa.binary()), store_ms=self._meta.now_ms(),
         )  # fmt: skip
 
-        def keep() -> None:
+        def apply() -> None:
             """Change the progress in memory, in whole columns."""
             values: dict[str, Int64Array | int] = {
                 "after_ms": many.due_ms, "number": first_seq + np.arange(count), "due_ms": due_ms, "at_ms": now_ms,
@@ -386,7 +386,7 @@ class Schedules:
                 progress[:, index] = values[name]
             self._columns.set_progress(many.slots, progress, ())
 
-        return rows, keep
+        return rows, apply
 
     def names_after(self, name: str) -> Iterator[str]:
         """Yield the names of the schedules after this name, in order."""
@@ -404,7 +404,7 @@ class Schedules:
         if self.size_bytes + sum(map(len, _encode_facts(facts))) > limits.SCHEDULES_BYTES_MAX:
             raise OverLimit(f"all schedules have {self.size_bytes} bytes; delete some, or use smaller bodies")
 
-    def changed(self, entries: Sequence[Entry]) -> Change:
+    def build_change(self, entries: Sequence[Entry]) -> Change:
         """Build the rows of these changes, for a frame with other rows."""
         pairs: list[tuple[str, bytes]] = []
         for entry in entries:
@@ -413,7 +413,7 @@ class Schedules:
                 pairs.append((f"{_FACTS}/{name}", b"" if facts is None else _encode_json(facts)))
             pairs.append((f"{_PROGRESS}/{name}", b"" if progress is None else encode_progress(progress)))
 
-        def keep() -> None:
+        def apply() -> None:
             """Apply the changes in memory."""
             # All progress at the end, together, so that a release changes whole columns.
             slots, new_progress = list[int](), list[Progress]()
@@ -428,7 +428,7 @@ class Schedules:
                 new_progress.append(progress)
             self._set(slots, new_progress)
 
-        return Change(pairs, self._meta.now_ms(), keep)
+        return Change(pairs, self._meta.now_ms(), apply)
 
     def copied(self) -> Callable[[], Values]:
         """Copy all schedules. Another thread may call the result, which encodes the values for a snapshot."""

@@ -91,9 +91,9 @@ class Drains:
         """Append the state of this group's drain."""
         self._out.put([(DRAIN_OUT, facts)])
 
-    def changed(self, facts: DrainFacts) -> Change:
+    def build_change(self, facts: DrainFacts) -> Change:
         """Build the row of the drain's state, for a frame with other rows."""
-        return self._out.changed([(DRAIN_OUT, facts)])
+        return self._out.build_change([(DRAIN_OUT, facts)])
 
     def adopted(self, source: str) -> AdoptedFacts | None:
         """Find the last transfer that this group has adopted from the group `source`. None if there is none."""
@@ -101,7 +101,7 @@ class Drains:
 
     def adoption_row(self, source: str, facts: AdoptedFacts) -> Change:
         """Build the META row of an adopted transfer, for the frame with its messages."""
-        return self._adopted.changed([(source, facts)])
+        return self._adopted.build_change([(source, facts)])
 
 
 # ---- saved leases --------------------------------------------------------------------------------------------

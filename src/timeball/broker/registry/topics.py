@@ -262,7 +262,7 @@ class Placement:
         `released`: also as released scheduled messages. Returns the queues that got rows, as (topic, queue id).
         """
         for topic, _, rows in self.groups:
-            rates.put(topic.name, len(rows), int(self.sizes[rows].sum()))
+            rates.count_arrived(topic.name, len(rows), int(self.sizes[rows].sum()))
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, len(rows))
         rates.add_each(Stat.DEAD_NUMS, self.dead)

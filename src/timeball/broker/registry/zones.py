@@ -117,6 +117,6 @@ class Zones:
             _, zone = stored_local_time(decode_properties(text).get(LOCAL_TIME, ""))
             self.use(zone, due_ms)
 
-    def changed(self, facts: ZoneFacts) -> Change:
+    def build_change(self, facts: ZoneFacts) -> Change:
         """Build the row of a new state, for a frame with other rows."""
-        return self._table.changed([(_NAME, facts)])
+        return self._table.build_change([(_NAME, facts)])

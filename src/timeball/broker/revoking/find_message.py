@@ -245,7 +245,7 @@ async def pending_ones(outcomes: Outcomes, candidates: Sequence[Candidate]) -> l
     """Select the messages that are pending, in their order. Other tasks run between two slices."""
     pending = list[Candidate]()
     async for part in in_slices(candidates):
-        are_pending = outcomes.waits(*due_version_columns(part)).tolist()
+        are_pending = outcomes.are_pending(*due_version_columns(part)).tolist()
         pending += [candidate for candidate, is_pending in zip(part, are_pending, strict=True) if is_pending]
     return pending
 

@@ -352,7 +352,7 @@ def move_frame(
         continuation=successors.after_end([candidate.number for candidate in moved], now_ms),
     )  # fmt: skip
     if change is not None:
-        change.keep()
+        change.apply()
     rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
     for candidate, new_ms in zip(moved, new_due_ms, strict=True):
         verdicts[candidate.number] = Verdict("", REASON, candidate.number, now_ms, new_ms)

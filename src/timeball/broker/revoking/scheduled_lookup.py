@@ -642,7 +642,9 @@ class LookUps:
                 changed = self._find_changed(selected, part)
             async for rows in in_slices(changed):
                 # A message whose release has begun is not pending.
-                pending = self.outcomes.waits(*due_version_columns([candidate for candidate, _ in rows]))
+                pending = self.outcomes.are_pending(
+                    *due_version_columns([candidate for candidate, _ in rows])
+                )
                 changes.update(
                     (candidate.number, change)
                     for (candidate, change), is_pending in zip(rows, pending.tolist(), strict=True)

@@ -268,7 +268,7 @@ class UniqueSends:
         result, which is valid once the future is done without an error: the rows are durable then.
         """
         rows, level, now_ms = self._appender.admit(as_columns(sends))
-        self._policy.admit(rows.column("topic").to_pylist(), send.caller)
+        self._policy.ensure_topics(rows.column("topic").to_pylist(), send.caller)
         parts = [self._appender.prepare(rows, now_ms, level)]
         # After all steps that may refuse the message or append rows themselves.
         to_cancel = [*cancelled_by, *replaced]
@@ -290,7 +290,7 @@ class UniqueSends:
             parts.append(change.rows)
         appended = self._appender.append(pa.concat_batches(parts), continuation=continuation)
         if change is not None:
-            change.keep()
+            change.apply()
         sent = Sent(REPLACED, [], _unique_message(replaced[-1])) if replaced else Sent(CREATED, [])
         # Only the row of the message: the CANCEL rows before it do not belong to the answer.
         message_row = appended.rows.slice(len(to_cancel), 1)
@@ -312,7 +312,7 @@ class UniqueSends:
             newest = list(map(self._newest, candidates))
             pending, not_pending = list[Candidate](), set[int]()
             if newest:
-                are_pending = self._look_ups.outcomes.waits(*due_version_columns(newest)).tolist()
+                are_pending = self._look_ups.outcomes.are_pending(*due_version_columns(newest)).tolist()
                 flags = list(zip(newest, are_pending, strict=True))
                 pending = [candidate for candidate, is_pending in flags if is_pending]
                 not_pending = {candidate.seq for candidate, is_pending in flags if not is_pending}
@@ -357,7 +357,7 @@ def _unique_message(candidate: Candidate) -> UniqueMessage:
 def _candidates_of(name: tuple[str, str], accepted: Accepted) -> list[Candidate]:
     """Build the entry of `_pending_by_name` for a message that was just written. Empty if it was visible at once."""
     columns = ("kind", "queue_offset", "due_ms", "unique_key", "keys")
-    row = {column: accepted.kept.column(column)[0].as_py() for column in columns}
+    row = {column: accepted.stored_rows.column(column)[0].as_py() for column in columns}
     if row["kind"] != Kind.SCHEDULED:
         return []
     topic, key = name

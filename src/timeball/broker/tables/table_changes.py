@@ -212,7 +212,7 @@ class TableChanges:
             rows, on_durable=lambda: self._attach_state.apply(attachment, seq, now_ms)
         )
         if campaign_change is not None:
-            campaign_change.keep()
+            campaign_change.apply()
         self.has_unfinished_attach = True
         await durable
         await self._log.writer.synced()  # the table must not contain a row that `async` durability may lose
@@ -312,7 +312,7 @@ class TableChanges:
         if strategy != "hour_log":
             raise RequestError(f"nothing is compacted with --strategy {strategy}: it has files of its own")
 
-    async def adopt(self, waiting: Waiting) -> None:
+    async def move_from_other_strategy(self, waiting: Waiting) -> None:
         """Write the pending messages of another strategy to the table, and move the watermark to the end of the log.
 
         Afterwards every pending message is in the table or in the log after the watermark, as `hour_log` requires.
@@ -545,7 +545,7 @@ class TableChanges:
             facts, state="running", since_ms=now_ms, held_from_ms=None,
             last_due_ms=max((entry.max_due_ms for entry in campaign_files), default=-1),
         )  # fmt: skip
-        campaign_change = self._campaigns.changed(campaign, running)
+        campaign_change = self._campaigns.build_change(campaign, running)
         await self._attach_checked(attachment, now_ms, campaign_change, resumes=campaign)
         return sum(entry.rows for entry in campaign_files)
 

@@ -38,7 +38,7 @@ from timeball.broker.accepting.ingress import Piece
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec
 from timeball.edges.flight.codec import Data
-from timeball.edges.http2.exchange import Call, Exchange, Method, Room, Serve
+from timeball.edges.http2.exchange import Call, CallLimits, Exchange, Method, Serve
 from timeball.edges.http2.frames import PREFIX, RESPONSE, GrpcStatus, Payload, trailers
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared import arrow_ipc as ipc
@@ -69,10 +69,10 @@ class FlightCall(Exchange):
     TAKEN_S = None  # no limit: a client that reads a log may pause. Pings detect that its machine is gone
 
     def __init__(
-        self, streams: Streams, number: int, is_half_closed: bool, call: Call, room: Room, serve: Serve, now_s: float,
-        admit: Admit, limit: SharedLimit,
+        self, streams: Streams, number: int, is_half_closed: bool, call: Call, call_limits: CallLimits, serve: Serve,
+        now_s: float, admit: Admit, limit: SharedLimit,
     ) -> None:  # fmt: skip
-        super().__init__(streams, number, is_half_closed, call, room, serve, now_s)
+        super().__init__(streams, number, is_half_closed, call, call_limits, serve, now_s)
         self._admit, self._limit, self._holds_slot = admit, limit, False
 
     def begin(self, method: Method) -> Exchange | None:
@@ -264,10 +264,12 @@ class Upload(FlightCall):
     )  # fmt: skip
 
     def __init__(
-        self, streams: Streams, number: int, is_half_closed: bool, call: Call, room: Room, serve: Serve, now_s: float,
-        admit: Admit, context: UploadContext,
+        self, streams: Streams, number: int, is_half_closed: bool, call: Call, call_limits: CallLimits, serve: Serve,
+        now_s: float, admit: Admit, context: UploadContext,
     ) -> None:  # fmt: skip
-        super().__init__(streams, number, is_half_closed, call, room, serve, now_s, admit, context.limit)
+        super().__init__(
+            streams, number, is_half_closed, call, call_limits, serve, now_s, admit, context.limit
+        )
         self._context = context
         self._last_active_s = now_s
         self.window = Window(context.budget, call.peer, self._resume, self._send_answers)
@@ -449,7 +451,9 @@ class Upload(FlightCall):
                 raise Unavailable(STOPPING)
             caller = self.call.caller
             allow = None if caller is ANONYMOUS else partial(self._context.allow, caller)
-            batch = self._columns.adopt(ipc.read_batch(message.header, message.body, self._schema), allow)
+            batch = self._columns.check_and_convert(
+                ipc.read_batch(message.header, message.body, self._schema), allow
+            )
             size_bytes = size_of(batch)
             key = codec.decode_metadata(message.metadata)
         except Exception as error:  # any error: this batch is refused, and the stream continues

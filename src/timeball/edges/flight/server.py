@@ -38,7 +38,7 @@ from timeball.edges.flight.exchange import (
     framed_in_two,
 )
 from timeball.edges.http2.connection import Bounds
-from timeball.edges.http2.exchange import Call, Exchange, Method, Room
+from timeball.edges.http2.exchange import Call, CallLimits, Exchange, Method
 from timeball.edges.http2.frames import Payload
 from timeball.edges.http2.server import Server
 from timeball.edges.http2.streams import Streams
@@ -106,7 +106,7 @@ class FlightEdge:
             "ListActions": self._list_actions,
             "GetSchema": self._get_schema,
         }
-        self.room = Room(
+        self.call_limits = CallLimits(
             MemoryQuota(RECEIVED_BYTES_MAX, MESSAGE_BYTES_MAX),
             MESSAGE_BYTES_MAX,
             # About as many as the other two limits admit. A call that waits for them only has its headers in memory.
@@ -144,14 +144,22 @@ class FlightEdge:
                 number,
                 is_half_closed,
                 call,
-                self.room,
+                self.call_limits,
                 self._serve,
                 now_s,
                 self._admit_sender,
                 self._context,
             )
         return FlightCall(
-            streams, number, is_half_closed, call, self.room, self._serve, now_s, self._admit, self._calls
+            streams,
+            number,
+            is_half_closed,
+            call,
+            self.call_limits,
+            self._serve,
+            now_s,
+            self._admit,
+            self._calls,
         )
 
     def caller(self, headers: Mapping[str, str]) -> Caller:

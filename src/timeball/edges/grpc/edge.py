@@ -17,7 +17,7 @@ from timeball.edges.grpc.handlers.receipts import Receipts, Renewals
 from timeball.edges.grpc.handlers.receives import Pulls, Receives
 from timeball.edges.grpc.handlers.sends import Sends, Transactions
 from timeball.edges.grpc.handlers.telemetry import Routes, Telemetry
-from timeball.edges.http2.exchange import Exchange, Method, Room
+from timeball.edges.http2.exchange import CallLimits, Exchange, Method
 from timeball.edges.http2.frames import GrpcStatus
 from timeball.edges.http2.server import Server
 from timeball.edges.http2.streams import Streams
@@ -167,7 +167,7 @@ class GrpcService:
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._exchange = GrpcExchange if dispatch.admit is None else AdmittedExchange
-        self.room = Room(
+        self.call_limits = CallLimits(
             MemoryQuota(RECEIVED_BYTES_MAX, REQUEST_BYTES_MAX),
             REQUEST_BYTES_MAX,
             SharedLimit("calls", CALLS_MAX),
@@ -194,7 +194,7 @@ class GrpcService:
         now_s: float,
     ) -> Exchange:
         """Create the exchange of a new call. See http2.server.Service."""
-        exchange = self._exchange(streams, number, is_half_closed, call, self.room, self._serve, now_s)
+        exchange = self._exchange(streams, number, is_half_closed, call, self.call_limits, self._serve, now_s)
         exchange.dispatch = self._dispatch
         return exchange
 

@@ -651,7 +651,7 @@ def _decode_arrow(topic: str, data: bytes) -> DecodedSend:
                 f"more than {limits.ROWS_PER_REQUEST_MAX} rows in one request: send fewer at once"
             )
         # No check of the topic column is needed, because the policy has already checked the topic of the path.
-        batches.append(columns.adopt(_with_topic(batch, topic, schema), None))
+        batches.append(columns.check_and_convert(_with_topic(batch, topic, schema), None))
     if not batches:
         raise InvalidMessage("no record batch: send at least one row")
     all_rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)

@@ -86,13 +86,13 @@ class Exchange(Stream):
         number: int,
         is_half_closed: bool,
         call: Call,
-        room: Room,
+        call_limits: CallLimits,
         serve: Serve,
         now_s: float,
     ) -> None:
-        """Open a call at the loop's time `now_s`, and count it in `room`. `is_half_closed`: see Stream."""
+        """Open a call at the loop's time `now_s`, and count it in `call_limits`. `is_half_closed`: see Stream."""
         super().__init__(streams, number, is_half_closed)
-        self.call, self._limits, self._serve = call, room, serve
+        self.call, self._limits, self._serve = call, call_limits, serve
         self.method: Method
         self._compression = call.headers.get("grpc-encoding", "identity")
         self._parts: list[Payload] = []  # bytes that have arrived and are not decoded yet
@@ -108,8 +108,8 @@ class Exchange(Stream):
         self._since_s: float | None = now_s
         self.deadline_s = None if call.remaining_s is None else now_s + call.remaining_s
         # SharedLimit.take without an account, inlined because each call passes here.
-        room.calls.taken += 1
-        room.calls.by_address[call.peer] += 1
+        call_limits.calls.taken += 1
+        call_limits.calls.by_address[call.peer] += 1
 
     def begin(self, method: Method) -> Exchange | None:
         """Set the method, and start a call with a stream of requests. Any other call starts with its complete request.
@@ -528,7 +528,7 @@ class Call:
 
 
 @dataclass
-class Room:
+class CallLimits:
     """The limits that all calls of one edge share, with their counters."""
 
     received: MemoryQuota  # the bytes of requests that have arrived, or are allowed to arrive

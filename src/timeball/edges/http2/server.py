@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
-from timeball.edges.http2.exchange import Call, Exchange, Method, Room
+from timeball.edges.http2.exchange import Call, CallLimits, Exchange, Method
 from timeball.edges.http2.frames import (
     END_HEADERS,
     HEADERS,
@@ -52,7 +52,7 @@ class Service(Protocol):
         """The methods by their paths."""
 
     @property
-    def room(self) -> Room:
+    def call_limits(self) -> CallLimits:
         """The limits that all calls of the edge share."""
 
     @property
@@ -165,7 +165,7 @@ class Server:
         remaining_s = None if timeout is None else parse_timeout(timeout)
         service, path = self._service, headers.get(":path", "")
         method = service.methods.get(path)
-        call, calls = service.call(headers, streams.peer, remaining_s), service.room.calls
+        call, calls = service.call(headers, streams.peer, remaining_s), service.call_limits.calls
         exchange = service.open(method, streams, number, is_half_closed, call, now_s)
         if method is None:
             exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")

@@ -152,8 +152,8 @@ def read_batch(
 ) -> pa.RecordBatch:
     """Decode a batch of a stream with the schema `of`. Raises InvalidMessage, OverLimit.
 
-    The values are not validated yet (see `SendColumns.adopt`). The columns are views of one copy of `body`. If `body`
-    is a sequence, its parts are joined.
+    The values are not validated yet (see `SendColumns.check_and_convert`). The columns are views of one copy of `body`.
+    If `body` is a sequence, its parts are joined.
     """
     if len(header) > HEADER_BYTES_MAX:
         raise OverLimit(f"a record batch with a header of {len(header)} bytes; at most {HEADER_BYTES_MAX}")
@@ -321,7 +321,7 @@ class SendColumns:
         self._required_indices = [names.index(name) for name in REQUIRED]
         self._has_due = "due_ms" in names
 
-    def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
+    def check_and_convert(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """Check a batch, and convert its columns to the types of SEND_SCHEMA. Their order stays.
 
         `allow` checks the topics before other columns are read. None: the caller has checked them already. Raises
@@ -382,7 +382,7 @@ class ReleaseColumns:
         if unknown:
             raise InvalidMessage(f"unknown column {unknown[0][:80]!r}; the table has {TABLE_SCHEMA.names}")
 
-    def adopt(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
+    def check_and_convert(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """Check a batch, and bring its columns into the order of TABLE_SCHEMA.
 
         `allow` checks that the caller may ADMIN. None: the caller has checked it already. Raises InvalidMessage (also

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.redelivery_rows import pop_retry_topic
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.registry.redeliveries import topic_of
 from timeball.model.errors import InvalidReceipt
@@ -111,7 +111,7 @@ class ReceiptHandles:
     def decoder(self, group: str, topic: str) -> Callable[[str], Receipt]:
         """Build the function that decodes the handles of a call that names this group and topic, as `decode` does."""
         name = topic_of(group, topic)  # a consumer may also name the retry topic itself
-        owner, retry_name = _owner(group, name), retry_topic(group, name)
+        owner, retry_name = _owner(group, name), pop_retry_topic(group, name)
 
         def decode(text: str) -> Receipt:
             """Decode a handle. Raises InvalidReceipt."""

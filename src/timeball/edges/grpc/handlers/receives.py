@@ -210,7 +210,7 @@ class Pulls:
 
         Raises Refused, NotFound, Forbidden, OverLimit.
         """
-        self._broker.policy.joined(group_name(request.group), call.caller)
+        self._broker.policy.ensure_group(group_name(request.group), call.caller)
         topic, queue = self._find_queue(request.message_queue, call.caller)
         message_filter = self._long_polls.filter_for(request.filter_expression, topic)
         if not 1 <= request.batch_size <= limits.POP_ROWS_MAX:
@@ -286,7 +286,7 @@ class Pulls:
         Raises Refused for a queue that the topic does not have or an offset outside it, and NotFound, Forbidden,
         InvalidName, OverLimit.
         """
-        group = self._broker.policy.joined(group_name(request.group), call.caller)
+        group = self._broker.policy.ensure_group(group_name(request.group), call.caller)
         topic, _ = self._find_queue(request.message_queue, call.caller)
         try:
             await self._broker.commit_offsets(
@@ -302,7 +302,7 @@ class Pulls:
         Raises Refused if the group has no offset or the queue does not exist, or NotFound, Forbidden, InvalidName and
         OverLimit.
         """
-        group = self._broker.policy.joined(group_name(request.group), call.caller)
+        group = self._broker.policy.ensure_group(group_name(request.group), call.caller)
         topic, _ = self._find_queue(request.message_queue, call.caller)
         offsets = self._broker.offsets(group.group_name, topic.name, call.caller)
         offset = offsets.get(request.message_queue.id)
@@ -347,7 +347,7 @@ class Pulls:
         self, queue: MessageQueue, caller: Caller, verb: Verb = Verb.RECEIVE
     ) -> tuple[Topic, Queue]:
         """Find the topic and the queue of a request. Raises Refused, NotFound, Forbidden."""
-        topic = self._broker.policy.readable(topic_name(queue.topic), caller, verb)
+        topic = self._broker.policy.find_readable_topic(topic_name(queue.topic), caller, verb)
         if not 0 <= queue.id < topic.read_queues:
             raise Refused(
                 Code.BAD_REQUEST, f"queue {queue.id}: topic {topic.name!r} has 0 to {topic.read_queues - 1}"

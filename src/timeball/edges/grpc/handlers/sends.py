@@ -146,7 +146,7 @@ class Sends:
             size_bytes = request.size_bytes
         if destination.topic is None:
             # The topic is created here with the rights of this caller. The batch may have sends of other callers.
-            self._context.broker.policy.admit([destination.name], call.caller)
+            self._context.broker.policy.ensure_topics([destination.name], call.caller)
         piece = _Piece(self, rows, len(rows), size_bytes, 0, None, destination, is_transaction, reply)
         if unique is not None:
             self._broker.unique_sends.put(piece, unique, call.caller)
@@ -206,7 +206,7 @@ class Sends:
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Answer each call with the offsets of its messages. The messages are durable."""
-        _, offsets = accepted.places()
+        _, offsets = accepted.queues_and_offsets()
         for piece in pieces:
             if accepted.sent is not None and accepted.sent.outcome == KEPT:
                 piece.rows = [_row_of_pending(piece.rows[0], accepted.sent.pending)]
@@ -254,7 +254,7 @@ class Sends:
         settings = self._context.settings
         # ANONYMOUS, because all callers share the cache. The permissions of an account are checked with each call
         # (dispatch.py).
-        topic = self._context.broker.policy.destination(name, ANONYMOUS)
+        topic = self._context.broker.policy.find_destination(name, ANONYMOUS)
         if topic is None:
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
         types = accepted_types(topic if settings.check_message_types else None)

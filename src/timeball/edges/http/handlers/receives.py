@@ -180,7 +180,7 @@ class Receives:
             topic,
             rows=rows_max,
             invisible_ms=codec.parse_lease(query.get("lease", f"{DEFAULT_LEASE_MS}ms")),
-            in_order=policy.joined(group, call.caller).consume_message_orderly,
+            in_order=policy.ensure_group(group, call.caller).consume_message_orderly,
             counts_times=True,
         )
 

@@ -139,7 +139,7 @@ class Sends:
         policy.allow(call.caller, Verb.SEND, topic=topic)
         # A drained cluster group accepts no new send, but answers a repeated send.
         accepts_only_repeats = key is not None and policy.closed
-        topic_entry = None if accepts_only_repeats else policy.destination(topic, call.caller)
+        topic_entry = None if accepts_only_repeats else policy.find_destination(topic, call.caller)
         # Each send needs a header that no page of another site may send without a preflight request. Otherwise a
         # browser on this machine could be made to send that site's messages.
         if "ce-specversion" in call.headers:

@@ -180,8 +180,8 @@ class Pops:
 
         Raises Refused, NotFound, Forbidden, InvalidName and OverLimit.
         """
-        self._broker.policy.joined(fields.consumer_group, caller)
-        topic = self._broker.policy.readable(fields.topic, caller)
+        self._broker.policy.ensure_group(fields.consumer_group, caller)
+        topic = self._broker.policy.find_readable_topic(fields.topic, caller)
         if fields.queue_id >= topic.read_queues:
             raise illegal_queue_error(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
         return topic
@@ -228,7 +228,7 @@ class Pops:
         """Answer an acknowledgement. Without a save interval (`ack_save_ms` 0), wait first until it is durable."""
         saver = self._broker.consuming.saver
         if not saver.save_ms:
-            await saver.saved()
+            await saver.save_and_wait()
         return call.answer()
 
     async def _change_invisible(self, call: Call) -> Reply:

@@ -51,7 +51,7 @@ from timeball.edges.shared.sessions import BROADCASTING
 from timeball.io.threads import in_thread
 from timeball.log.format import EntryArray
 from timeball.log.queue_index import QueueIndex
-from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, LogReader, Place
+from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, FrameLocation, LogReader
 from timeball.log.segment import Segment
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
@@ -178,7 +178,7 @@ class Pulls:
         plain_pull.end_answer(answer)
         if commits_offset:
             self._commit(plain_pull)
-        self._rates.got(topic, group, count, len(answer) - head_bytes)
+        self._rates.count_received(topic, group, count, len(answer) - head_bytes)
         connection.write(answer)
         self.answered_counts["plain"] += 1
         return True
@@ -212,8 +212,8 @@ class Pulls:
         """
         members = self._sessions.group(fields.consumer_group)
         broadcasting = members is not None and members.membership.message_model == BROADCASTING
-        self._broker.policy.joined(fields.consumer_group, caller, broadcasting=broadcasting)
-        topic = self._broker.policy.readable(fields.topic, caller)
+        self._broker.policy.ensure_group(fields.consumer_group, caller, broadcasting=broadcasting)
+        topic = self._broker.policy.find_readable_topic(fields.topic, caller)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise illegal_queue_error(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
         return topic, topic.queues[fields.queue_id]
@@ -303,7 +303,7 @@ class Pulls:
                 await self._broker.waiters.wait(topic.name, remaining_s, fields.queue_id)
             # The topic may have been deleted, or made unreadable, meanwhile. A topic that was created again has the
             # same queues.
-            self._broker.policy.readable(topic.name, call.caller)
+            self._broker.policy.find_readable_topic(topic.name, call.caller)
 
     def _answer_with(
         self, call: Call, fields: PullFields, queue: Queue, next_offset: int, messages: EncodedMessages
@@ -311,7 +311,9 @@ class Pulls:
         """Create the answer with these messages, or PULL_RETRY_IMMEDIATELY if there are none."""
         if not messages.row_count:
             return _answer_empty(call, queue, next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
-        self._rates.got(fields.topic, fields.consumer_group, messages.row_count, len(messages.data))
+        self._rates.count_received(
+            fields.topic, fields.consumer_group, messages.row_count, len(messages.data)
+        )
         return call.answer(ext=_offset_fields(queue, next_offset), body=messages.data)
 
 
@@ -512,7 +514,7 @@ FRESH_ROWS = 65_536  # newest rows of the log, which are still in the page cache
 LOOP_BYTES_MAX = 1024 * 1024  # of a frame that is opened on the loop, which takes about 100 us
 AHEAD_BYTES = 1024 * 1024  # of frames that the reader thread opens at once
 
-OpenedFrames = dict[Place, StoredFrame]
+OpenedFrames = dict[FrameLocation, StoredFrame]
 
 
 class EncodedMessages(NamedTuple):
@@ -535,7 +537,7 @@ class StoredFrames:
     def __init__(self, codec: Codec = PYTHON, *, reader: LogReader, reader_thread: Executor) -> None:
         self._codec, self._reader, self._reader_thread = codec, reader, reader_thread
         self._frames: FrameCache[StoredFrame] = FrameCache(reader.segments, CACHE_FRAMES_MAX)
-        self._opening: dict[Place, asyncio.Future[OpenedFrames]] = {}
+        self._opening: dict[FrameLocation, asyncio.Future[OpenedFrames]] = {}
         # The frame that the last pull used. In most cases the next pull uses it too.
         self._last_frame: StoredFrame | None = None
         reader.segments.on_drop.append(self._forget_last_frame)
@@ -608,7 +610,7 @@ class StoredFrames:
         if last_frame is not None and last_frame.first_seq <= seq < last_frame.end_seq:
             return last_frame
         reader = self._reader
-        segment = reader.segments.holding(seq)
+        segment = reader.segments.find_segment(seq)
         position = segment.frame_position_of(seq)
         frame_key = segment.ordinal, position
         frame = self._frames.get(frame_key) or opened.get(frame_key)

@@ -113,7 +113,7 @@ class Retries:
             try:
                 # The sequence number may be of any row: returning it must not copy a row that the client may not read.
                 self._context.broker.policy.allow(each.call.caller, Verb.RECEIVE, topic=row["topic"])
-                self._context.broker.policy.returning(
+                self._context.broker.policy.ensure_return_topic(
                     destination.topic, 1 if destination.is_dead_letter else each.retry_queues
                 )
             except TimeballError as error:
@@ -142,7 +142,7 @@ class Retries:
         reconsume_times: int | None,
         max_reconsume_times: int | None,
         version: int,
-    ) -> retry.Next:
+    ) -> retry.Destination:
         """Decide the destination of a message that a client sends to a %RETRY% topic. Raises GroupNotFound, Forbidden.
 
         `properties` are those of the message, `version` is the client's. `reconsume_times` and `max_reconsume_times`
@@ -161,7 +161,7 @@ class Retries:
             times_max=attempts_max,
             in_order=self._is_orderly(group),
         )
-        self._context.broker.policy.returning(
+        self._context.broker.policy.ensure_return_topic(
             destination.topic, 1 if destination.is_dead_letter else retry_queues
         )
         return destination
@@ -192,7 +192,7 @@ def _not_found(seq: int) -> Refused:
     return Refused(ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {seq}")
 
 
-def _decide_destination(row: dict[str, Any], returned: _Returned) -> retry.Next:
+def _decide_destination(row: dict[str, Any], returned: _Returned) -> retry.Destination:
     """Decide where a returned message goes next: its retry topic with a delay level, or the dead-letter topic."""
     fields = returned.fields
     return retry.next_copy_of_returned(
@@ -206,7 +206,7 @@ def _decide_destination(row: dict[str, Any], returned: _Returned) -> retry.Next:
     )
 
 
-def _build_copies(rows: pa.RecordBatch, destinations: list[retry.Next]) -> pa.RecordBatch:
+def _build_copies(rows: pa.RecordBatch, destinations: list[retry.Destination]) -> pa.RecordBatch:
     """Build the copies of returned messages as a batch of SEND_COLUMNS, one for each row.
 
     Topic, properties, reconsume times and delay level are from `destinations`, all other columns from the row.

@@ -192,7 +192,7 @@ class Sends:
         """
         try:
             for topic_name, queue_id in run.destinations:
-                topic = self._policy.destination(topic_name, connection.caller)
+                topic = self._policy.find_destination(topic_name, connection.caller)
                 if topic is None or queue_id >= max(topic.read_queues, topic.write_queues):
                     break
             else:
@@ -272,9 +272,9 @@ class Sends:
 
         Raises InvalidName, Forbidden, NotFound and OverLimit.
         """
-        topic = self._policy.destination(fields.topic, caller)
+        topic = self._policy.find_destination(fields.topic, caller)
         if topic is None:
-            self._policy.admit([fields.topic], caller, fields.default_queues)
+            self._policy.ensure_topics([fields.topic], caller, fields.default_queues)
             topic = self._broker.tables.topics.get(fields.topic)
         return max(topic.read_queues, topic.write_queues)
 
@@ -303,7 +303,7 @@ class Sends:
         _release_memory(pieces)
         if accepted.sent is not None and accepted.sent.outcome == KEPT:
             _answer_with_pending(pieces, accepted.sent.pending)
-        queue_ids, row_offsets = accepted.places()
+        queue_ids, row_offsets = accepted.queues_and_offsets()
         offsets = [offset or 0 for offset in row_offsets]  # a scheduled message has no offset yet
         answers: dict[Connection, list[bytes]] = {}
         first_seq, handle = accepted.first_seq, self._recall_handle
