@@ -226,7 +226,7 @@ def quota() -> tuple[Topics, NewTopics, ManualClock]:
 
 def make(topics: Topics, new: NewTopics, topic_names: list[str], account: str = "") -> None:
     """Create topics for an account, if the limits admit them."""
-    new.admit(topic_names, account)
+    new.check_and_count(topic_names, account)
     for name in topic_names:
         topics.ensure(name, made_by=account)
 

@@ -59,7 +59,7 @@ class GroupProcesses(BrokerProcess):
     def start(self, give_up_ms: float = 0) -> bool:
         """Start all nodes, and wait for a leader. Returns True."""
         self.cluster = self._stack.enter_context(
-            running_cluster(self._folder, unfenced=self._unfenced, **self._given)
+            running_cluster(self._folder, unfenced=self._unfenced, **self._node_options)
         )
         self.epoch = self.wait_leads(0)
         return True

@@ -74,7 +74,7 @@ def flip(files: CrashFiles, name: str, position: int) -> None:
 def save_checkpoint(files: Files, seq: int) -> None:
     """Save a checkpoint that covers the rows below `seq`."""
     nothing = np.empty(0, np.int64)
-    cp.save_checkpoint(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
+    cp.save(files, cp.encode(cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing)))
 
 
 def three_segments() -> tuple[CrashFiles, list[bytes]]:

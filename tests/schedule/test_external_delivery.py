@@ -214,12 +214,12 @@ class TakesTwice(Watched):
     """A wrong scheduler: it does not check whether a brought message is still pending."""
 
     def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
-        waits = self.outcomes.waits
-        self.outcomes.waits = lambda due, seq: np.ones(len(seq), np.bool_)  # type: ignore[method-assign]
+        waits = self.outcomes.are_pending
+        self.outcomes.are_pending = lambda due, seq: np.ones(len(seq), np.bool_)  # type: ignore[method-assign]
         try:
             return super().hand_out_dispatched(scheduled_rows)
         finally:
-            self.outcomes.waits = waits  # type: ignore[method-assign]
+            self.outcomes.are_pending = waits  # type: ignore[method-assign]
 
 
 class BringsTheCancelled(Scheduler):

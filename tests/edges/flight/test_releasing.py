@@ -138,7 +138,7 @@ def test_missing_additional_or_wrong_columns_are_refused(schema: pa.Schema) -> N
 def test_columns_in_any_order_are_accepted() -> None:
     batch = rows([1, 2], 1)
     reversed_columns = batch.select(TABLE_SCHEMA.names[::-1])
-    assert ReleaseColumns(reversed_columns.schema).adopt(reversed_columns, None).equals(batch)
+    assert ReleaseColumns(reversed_columns.schema).check_and_convert(reversed_columns, None).equals(batch)
 
 
 def test_empty_and_too_large_release_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

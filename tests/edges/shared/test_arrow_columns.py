@@ -20,7 +20,7 @@ from timeball.model.errors import Forbidden, InvalidDelay, InvalidMessage, OverL
 
 def adopt(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return the batch with the types of sends. Raise an error as `SendColumns.check_and_convert` does."""
-    return SendColumns(batch.schema).adopt(batch, None)
+    return SendColumns(batch.schema).check_and_convert(batch, None)
 
 
 def batch(**columns: object) -> pa.RecordBatch:
@@ -138,9 +138,9 @@ def test_topics_are_checked_before_other_columns_are_read(kind: pa.DataType) -> 
     ):
         rows = batch(topic=pa.array(topics, kind), body=[b"x"] * 2, tag=invalid_tag)
         with pytest.raises(error, match=text):
-            SendColumns(rows.schema).adopt(rows, allow)
+            SendColumns(rows.schema).check_and_convert(rows, allow)
     valid = batch(topic=pa.array(["orders"], kind))
-    assert SendColumns(valid.schema).adopt(valid, allow).num_rows == 1
+    assert SendColumns(valid.schema).check_and_convert(valid, allow).num_rows == 1
 
 
 @pytest.mark.parametrize("due_ms", [1_800_000_000, 20_300_131, 0, -5])

@@ -13,7 +13,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode
 
-from timeball.broker.consuming.retry import Next
+from timeball.broker.consuming.retry import Destination
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.handlers.retries import Retries
@@ -270,7 +270,7 @@ def redirect(
     topic: str = "%RETRY%readers",
     reconsume_times: int | None = None,
     max_reconsume_times: int | None = None,
-) -> Next:
+) -> Destination:
     """Decide the destination of a message that a current client sends with these counts in its header."""
     return retries.redirect(topic, properties, reconsume_times, max_reconsume_times, 409)
 
