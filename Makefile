@@ -23,10 +23,11 @@ ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
 # ten seconds of CPU on its assertions, and each command a third of its start.
 export PYTHONDONTWRITEBYTECODE :=
-# Two processes share the tests: most of them wait most of the time. To debug one: make test ARGS="-n 0 -k name".
+# Two processes share the tests of Spark, most of which run in one of them.
 SHARED   = -n 2 --dist loadgroup
-# Those that take long keep one process busy for half of the time: they wait for other processes, leases and instants.
-WAITING  = -n 3 --dist loadgroup
+# The other tests wait for disks, processes, leases and instants a third of the time. To debug one:
+# make test ARGS="-n 0 -k name".
+WAITING  = -n 4 --dist loadgroup
 # uv where it is on the path, otherwise pip. Both check hashes. Neither compiles bytecode: a fraction is imported.
 UV      := $(shell command -v uv)
 PIP      = $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -68,7 +69,7 @@ up: $(READY)   ## run a broker with its pipeline
 	$(BIN)/timeball up $(ARGS)
 
 test: $(READY)   ## the fast tests
-	$(BIN)/python -m pytest -m "not slow and not interop and (not spark or smoke)" --hypothesis-profile quick $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not interop and (not spark or smoke)" --hypothesis-profile quick $(WAITING) $(ARGS)
 
 spark: $(CLASSES)   ## those that run Spark beyond the few of `make test` (Java 17, 21 or 25, or the packaged one)
 	$(BIN)/python -m pytest -m "spark and (not smoke or property) and not slow and not interop" $(SHARED) $(ARGS)
