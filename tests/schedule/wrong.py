@@ -379,7 +379,7 @@ class LooseLatch(TimerWheel):
         super()._advance(settled_ms)
         opened = self._ring.bound if self._opened is None else self._opened
         self._low = max(self._low, opened - 2)
-        self._log.forget(self._low)
+        self._log.drop_before(self._low)
 
 
 class OnlyTheLastBatch(TimerWheel):

@@ -87,10 +87,11 @@ class Backlog(Protocol):
     # scheduler reads it at every step.
     first_due_ms: int = FAR_MS
 
-    # Messages in missing files delay no others. But `settled_before_ms` of the scheduler must not pass their due times.
+    # Messages in missing files delay no other messages. But `settled_before_ms` of the scheduler must not pass their
+    # due times.
     @property
     def missing_due_ms(self) -> int:
-        """The earliest due time of messages that cannot be opened now, or that are due later than their pair states.
+        """The earliest original due time of messages that cannot be opened now, or that a clock step has postponed.
 
         FAR_MS if there are none.
         """

@@ -174,14 +174,17 @@ def with_level_properties(
 
 
 def with_original_topics(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert READ_SCHEMA rows of the schedule topic to messages with their own topics and queues."""
-    real = pc.extract_regex(rows.column("properties"), _REAL_PROPERTIES)
-    if real.null_count:
-        seq = rows.column("seq")[pc.index(real.is_null(), True).as_py()]
+    """Convert READ_SCHEMA rows of the schedule topic to messages with their own topics and queues.
+
+    Raises Corrupt for a row whose properties do not contain its topic and queue.
+    """
+    original = pc.extract_regex(rows.column("properties"), _REAL_PROPERTIES)
+    if original.null_count:
+        seq = rows.column("seq")[pc.index(original.is_null(), True).as_py()]
         raise Corrupt(f"seq {seq} waits in {SCHEDULE_TOPIC} and does not say for which topic")
     changed = {
-        "topic": real.field("topic"),
-        "queue_id": real.field("queue").cast(pa.int32()),
+        "topic": original.field("topic"),
+        "queue_id": original.field("queue").cast(pa.int32()),
         "queue_offset": pa.nulls(rows.num_rows, pa.int64()),
     }
     columns = [changed.get(name, rows.column(name)) for name in READ_SCHEMA.names]
@@ -215,7 +218,10 @@ class DelayLevels(Backlog):
         *,
         ahead_ms: int,
     ) -> None:
-        """Take the queues of the schedule topic from `indexes` with every call."""
+        """`indexes` returns the indexes of the schedule topic's queues, and is called anew for each use.
+
+        Messages that are due within `ahead_ms` when they arrive may count as opened.
+        """
         self.table, self.reader, self._indexes, self._outcomes = table, reader, indexes, outcomes
         self._ahead_ms = ahead_ms
         self._queues: dict[int, LevelQueue] = {}  # by level - 1
@@ -223,7 +229,7 @@ class DelayLevels(Backlog):
         # step.
         self._postponed_ms, self._postponed_ends = FAR_MS, dict[int, int]()
 
-    # -- the five operations of a backlog --------------------------------------------------------------------
+    # -- the core operations of a backlog ---------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
         """Read the new entries from the indexes of all queues. Returns a mask of the messages that count as opened."""
@@ -317,7 +323,7 @@ class DelayLevels(Backlog):
         return self._postponed_ms
 
     def clock_stepped(self, now_ms: int, shift_of: ShiftOf) -> bool:
-        """Scan all queues again with the new shifts. All loaded messages of this backlog must be opened again."""
+        """Scan all queues again with the new shifts. Returns True: all loaded messages must be opened again."""
         self._advance()
         for queue in self._queues.values():
             queue.rebuild(shift_of)
@@ -443,7 +449,7 @@ class LevelQueue:
     def rebuild(self, shift_of: ShiftOf | None = None) -> None:
         """Treat all entries from `low` on as unopened, with the shifts of `shift_of` (None: no shifts).
 
-        The backlog skips settled ones when it opens them.
+        The backlog skips settled entries when it opens them.
         """
         self.stretches, offset, self.added_to = [], self.low, self.index.max_offset
         while offset < self.added_to:

@@ -62,7 +62,7 @@ _OFFSET_MAX = (1 << 31) - 1
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
-    """Split sorted due times by slot. Returns (slots, cuts): the rows cuts[i]:cuts[i+1] belong to slots[i]."""
+    """Split sorted due times, at least one. Returns (slots, cuts): the rows cuts[i]:cuts[i+1] belong to slots[i]."""
     first, last = int(sorted_due_ms[0]) // SLOT_MS, int(sorted_due_ms[-1]) // SLOT_MS
     if first == last:
         return [first], [0, len(sorted_due_ms)]
@@ -295,6 +295,7 @@ class DueWheel:
         """Add rows of READ_SCHEMA in any order. NumberedRows are stored as entries if there is capacity."""
         if isinstance(rows, NumberedRows):
             entries = rows.entries()
+            # Only the slot of the first entry is checked, because the limit need not be exact.
             if self._entries.has_capacity(entries[0][0]):
                 self._add_entries(entries)
                 return
@@ -375,7 +376,7 @@ class DueWheel:
         while self._used and taken_rows < limit:
             slot = self._used[0]
             due_run = self._take_from_slot(
-                slot, before, limit - taken_rows, bytes_max - taken_bytes, at_least=0 if taken else 1
+                slot, before, limit - taken_rows, bytes_max - taken_bytes, rows_min=0 if taken else 1
             )
             # The first slot of the heap is the earliest, so no later slot contains rows that are due.
             if due_run is None:
@@ -396,11 +397,11 @@ class DueWheel:
         return Run.joined(taken)
 
     def _take_from_slot(
-        self, slot: int, before: Position, limit: int, bytes_max: int, *, at_least: int
+        self, slot: int, before: Position, limit: int, bytes_max: int, *, rows_min: int
     ) -> Run | None:
         """Remove and return up to `limit` rows of a slot before the position `before`, in order, or None.
 
-        Their bodies have at most `bytes_max` bytes, but `at_least` rows are returned.
+        Their bodies have at most `bytes_max` bytes, but at least `rows_min` of the due rows are returned.
         """
         runs = self._slots[slot]
         # All small runs are merged at the first hand-out from a slot. Later ones merge only if there are many runs,
@@ -412,7 +413,7 @@ class DueWheel:
         if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit or (
             sum(_body_bytes(run, end) for run, end in zip(runs, ends, strict=True)) > bytes_max
         ):
-            ends = _cut(runs, ends, limit, bytes_max, at_least)
+            ends = _cut(runs, ends, limit, bytes_max, rows_min)
         due_runs = [
             run.part(run.cursor, end) for run, end in zip(runs, ends, strict=True) if end > run.cursor
         ]
@@ -524,27 +525,27 @@ def _merge_if_many(runs: list[Run]) -> list[Run]:
     return _merge_small(runs) if len(runs) > OPEN_RUNS_MAX else runs
 
 
-def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, at_least: int) -> list[int]:
+def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, rows_min: int) -> list[int]:
     """Cut the due rows to the first ones of all runs together, by (due_ms, seq).
 
-    `ends` contains the index in each run at which its due rows end. The result contains the reduced indexes: of `limit`
-    rows, or of as many as have bodies of at most `bytes_max` bytes together, but of `at_least` rows.
+    `ends` contains the index in each run at which its due rows end. The result contains the reduced indexes: of at most
+    `limit` rows together, whose bodies have at most `bytes_max` bytes, but of at least `rows_min` rows.
     """
     due, seq, body_bytes = [], [], []
     for run, run_end in zip(runs, ends, strict=True):
         offsets = _body_offsets(run, run_end)
-        # The first rows, and one more, which is not handed out if it is the first of all that does not fit.
-        # A number of the column's type: for any other, numpy would convert the whole column.
+        # The rows that may fit, and one more: the first row of all runs that is not handed out must be among them.
+        # `last_offset` has the type of the column, because for any other type numpy would convert the whole column.
         last_offset = np.int32(min(int(offsets[0]) + bytes_max, _OFFSET_MAX))
         fitting = int(np.searchsorted(offsets, last_offset, side="right")) - 1
-        end = min(run_end, run.cursor + max(at_least, min(limit, fitting)) + 1)
+        end = min(run_end, run.cursor + max(rows_min, min(limit, fitting)) + 1)
         due.append(run.due_ms[run.cursor : end])
         seq.append(run.seq[run.cursor : end])
         body_bytes.append(np.diff(offsets[: end - run.cursor + 1]))
     all_due, all_seq = np.concatenate(due), np.concatenate(seq)
     order = np.lexsort((all_seq, all_due))
     total_bytes = np.cumsum(np.concatenate(body_bytes)[order], dtype=np.int64)
-    count = min(limit, max(at_least, int(np.searchsorted(total_bytes, bytes_max, side="right"))))
+    count = min(limit, max(rows_min, int(np.searchsorted(total_bytes, bytes_max, side="right"))))
     if count >= len(order):
         return ends
     # Pairs are distinct, so exactly `count` of them come before the one at index `count`.

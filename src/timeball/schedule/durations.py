@@ -69,7 +69,7 @@ class StoredDurations(NamedTuple):
     store_ms: Int64Array
 
 
-# Read the durations among the rows of the log from one number up to another. This blocks.
+# Reads the durations in the rows of the log from the first number up to the second one, not included. Blocks.
 Find = Callable[[LogReader, int, int], StoredDurations]
 
 
@@ -223,10 +223,10 @@ class Durations:
         shift_ms = self.shift_of(seq)
         # Durations that were shifted before stay included, even with a shift of 0: their backlogs may have opened them
         # meanwhile.
-        chosen = (np.abs(shift_ms) > OFFSET_JITTER_MS) | self.contains(seq)
-        # The settled ones among them are removed from the mask.
-        chosen[chosen] = self._outcomes.are_pending(due_ms[chosen], seq[chosen])
-        original_due_ms, seq, shift_ms = due_ms[chosen], seq[chosen], shift_ms[chosen]
+        is_included = (np.abs(shift_ms) > OFFSET_JITTER_MS) | self.contains(seq)
+        # Settled durations are removed from the mask.
+        is_included[is_included] = self._outcomes.are_pending(due_ms[is_included], seq[is_included])
+        original_due_ms, seq, shift_ms = due_ms[is_included], seq[is_included], shift_ms[is_included]
         order = np.argsort(seq)
         self.shifted_seqs, self._original_due_by_number = seq[order], original_due_ms[order]
         self._pending_shifted = Shifted(original_due_ms + shift_ms, original_due_ms, seq)
@@ -242,7 +242,7 @@ class Durations:
         The result for other numbers has no meaning.
         """
         original_due_ms = self._original_due_by_number
-        # A gather from before the last step may ask for other numbers. Its result is discarded.
+        # A gather that began before the last step may ask for other numbers. Its result is discarded.
         indexes = np.minimum(np.searchsorted(self.shifted_seqs, seq), len(original_due_ms) - 1)
         return original_due_ms[indexes] if len(original_due_ms) else seq
 

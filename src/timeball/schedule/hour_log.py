@@ -79,12 +79,13 @@ class HourLog(Backlog):
         self._opened_ms = -FAR_MS  # all messages of the tail with earlier due times have been opened
         self._update_first_due()
 
-    # -- the five operations of a backlog --------------------------------------------------------------------
+    # -- the core operations of a backlog ---------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Store messages in the tail, unless they are due before `opened_ms`. Returns a mask of the messages that are.
+        """Store the messages that are due at `opened_ms` or later in the tail.
 
-        A message takes two numbers, and two more if its row is not that of its version.
+        Returns a mask of the earlier ones, which count as opened. A message in the tail takes two numbers, and two more
+        if its row is not that of its version.
         """
         ahead_ms = now_ms + self._ahead_ms
         if self.first_due_ms >= ahead_ms:
@@ -199,15 +200,13 @@ class HourLog(Backlog):
         If a time is within the span of a file, a share of the file's rows is counted. Settled (released or cancelled)
         rows are included until they are removed.
         """
-        spans = np.array(
-            [(entry.min_due_ms, entry.max_due_ms, entry.rows) for entry in self.pending.live_entries()],
-            dtype=np.float64,
-        ).reshape(-1, 3)
+        spans = [(entry.min_due_ms, entry.max_due_ms, entry.rows) for entry in self.pending.live_entries()]
+        min_due_ms, max_due_ms, rows = np.array(spans, np.float64).reshape(-1, 3).T
         counts = []
         for until_ms in times_ms:
             # An estimate: it assumes that due times are evenly spread over the span of a file.
-            share = (until_ms - spans[:, 0]) / (spans[:, 1] - spans[:, 0] + 1)
-            counts.append(self._tail.count_before(until_ms) + int((np.clip(share, 0, 1) * spans[:, 2]).sum()))
+            share = (until_ms - min_due_ms) / (max_due_ms - min_due_ms + 1)
+            counts.append(self._tail.count_before(until_ms) + int((np.clip(share, 0, 1) * rows).sum()))
         return counts
 
     def statistics(self) -> dict[str, int]:

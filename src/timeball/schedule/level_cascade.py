@@ -220,10 +220,10 @@ class HopQueue:
         if self._opened:
             opened = Entries.joined(self._opened)
             # Entries of rewritten messages are listed as superseded, because a restart must not open both entries.
-            moved = np.isin(opened.row_seq, moved_from)
-            done = moved | is_settled(opened.due_ms, opened.seq)
-            self.mark_superseded(opened.index[moved])
-            opened = opened.part(~done)
+            is_moved = np.isin(opened.row_seq, moved_from)
+            is_done = is_moved | is_settled(opened.due_ms, opened.seq)
+            self.mark_superseded(opened.index[is_moved])
+            opened = opened.part(~is_done)
             self._opened = [opened] if len(opened) else []
         for stretch in self._stretches:
             self._skip_settled(stretch, is_settled)
@@ -317,7 +317,7 @@ class LevelCascade(BacklogInFiles):
     """All queues of the cascade. Belongs to the event loop."""
 
     def __init__(self, files: Files, reader: LogReader, outcomes: Outcomes, *, ahead_ms: int) -> None:
-        """Make a backlog without queues. Call `restore` before any other method."""
+        """Make a backlog without queues, with the lead time for `ahead_ms`. Call `restore` before any other method."""
         self._files, self.reader, self._outcomes = files, reader, outcomes
         self.lead_ms = lead_ms_of(ahead_ms)
         self.queues: list[HopQueue] = []
@@ -326,7 +326,7 @@ class LevelCascade(BacklogInFiles):
         # Previous rows of rewritten messages, since the last `_advance`.
         self._previous_rows: list[Int64Array] = []
 
-    # -- the five operations of a backlog --------------------------------------------------------------------
+    # -- the core operations of a backlog ---------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
         """Add an entry for each of the messages, which are sorted by row. Rewritten messages begin their next hop.

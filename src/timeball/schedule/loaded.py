@@ -468,12 +468,13 @@ class Loaded:
     def _settle_missing(self, gather: Gathering, run: Run) -> None:
         """Settle the messages of a gather that the read has not found.
 
-        The row is no scheduled message, or a rewrite of the table has omitted the message because it was settled.
+        In the log, their rows are no scheduled messages. In files, a rewrite of the table has omitted them because they
+        were settled. A shifted duration is settled under its original due time, so there is nothing to do.
         """
         is_missing = ~np.isin(gather.seq, run.seq)
         due, seq = gather.due_ms[is_missing], gather.seq[is_missing]
         if gather.source.is_shifted:
-            return  # settled meanwhile, under the original due time
+            return  # settled meanwhile
         if gather.source.external is None:
             self._outcomes.add_settled(due, seq)
         else:

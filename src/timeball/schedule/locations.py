@@ -83,9 +83,9 @@ class GrowingColumns:
     def _grow(self, needed_rows: int, capacity: int) -> None:
         """Allocate the larger of `needed_rows` and `capacity`, if there is less space than `needed_rows`."""
         if needed_rows > self._columns.shape[1]:
-            grown = np.empty((len(self._columns), max(needed_rows, capacity)), np.int64)
-            grown[:, : self._rows] = self._columns[:, : self._rows]
-            self._columns = grown
+            new_columns = np.empty((len(self._columns), max(needed_rows, capacity)), np.int64)
+            new_columns[:, : self._rows] = self._columns[:, : self._rows]
+            self._columns = new_columns
 
     def columns(self) -> list[Int64Array]:
         """Build views of the columns. They are valid until the next change."""
@@ -200,8 +200,8 @@ def latest_locations(batches: Iterable[Waiting], from_seq: int) -> Waiting:
     if not columns:
         return NOTHING
     waiting = Waiting.joined(columns)
-    if not (kept := waiting.row_seq >= from_seq).all():
-        waiting = waiting.part(kept)
+    if not (is_in_range := waiting.row_seq >= from_seq).all():
+        waiting = waiting.part(is_in_range)
     # Each message occurs once and in order in nearly all cases, since few are rewritten.
     if (waiting.seq[1:] > waiting.seq[:-1]).all():
         return waiting
@@ -273,9 +273,9 @@ class Locations:
         """Find the rows of these messages as `rows_of`, and remove them."""
         row_seq, (indexes, is_stored) = self.rows_of(seq), self._find(seq)
         if is_stored.any():
-            kept = np.ones(len(self._seq), dtype=np.bool_)
-            kept[indexes[is_stored]] = False
-            self._seq, self._row_seq = self._seq[kept], self._row_seq[kept]
+            remains = np.ones(len(self._seq), dtype=np.bool_)
+            remains[indexes[is_stored]] = False
+            self._seq, self._row_seq = self._seq[remains], self._row_seq[remains]
         return row_seq
 
     def _find(self, seq: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:

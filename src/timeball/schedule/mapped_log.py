@@ -284,7 +284,7 @@ def check(
     begin: int,
     end: int,
 ) -> None:
-    """Read all records in [begin, end). Raise Corrupt with the file's name if one is missing or damaged."""
+    """Read all records in [begin, end). Raise Corrupt with the file's name if it is missing, too short or damaged."""
     checked, file_records = record_type.checked, record_type.file_records
     for number in range(begin // file_records, -(-end // file_records) if end > begin else 0):
         name = f"{folder}/{number:08d}{SUFFIX}"
@@ -409,7 +409,7 @@ class BacklogInFiles(Backlog):
 
 
 def begin_generation(files: Files, folder: str, saved: int | None) -> int:
-    """Choose the generation `saved`, or a new one if it is None. Make its folder. Remove the logs of all others."""
+    """Choose the generation `saved`, or a new one for None. Make its folder. Remove the logs of other generations."""
     present = [int(name) for name in files.list_dir(folder) if name.isdigit()]
     generation = max(present, default=0) + 1 if saved is None else saved
     for other in present:

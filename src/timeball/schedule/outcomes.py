@@ -151,7 +151,9 @@ class Moved:
         due_ms, numbers, versions, from_due_ms = zip(*moves, strict=True)
         recent = self._recent
         # An old row may have any of the message's due times, so the entry is needed until the latest of them.
-        until_ms = [max(times) for times in zip(due_ms, from_due_ms, self._replace(numbers), strict=True)]
+        until_ms = [
+            max(times) for times in zip(due_ms, from_due_ms, self._mark_replaced(numbers), strict=True)
+        ]
         if not recent.keys().isdisjoint(numbers) or len(set(numbers)) < len(numbers):
             # Some of the messages have moved recently, or move twice in these rows.
             for index, number in enumerate(numbers):
@@ -180,7 +182,7 @@ class Moved:
         return None
 
     def last_due_ms(self, first: int, rows: int) -> int:
-        """Find the latest current due time of the moved messages among first, first + 1, …. 0 if there are none."""
+        """Find the latest current due time of the moved messages among the `rows` numbers from `first` on. 0: none."""
         parts = []
         for run in self._runs:
             begin, end = np.searchsorted(run.columns.number, [first, first + rows])
@@ -252,7 +254,7 @@ class Moved:
             runs.append((_columns_of(self._recent), -FAR_MS))
         return _parts(runs)
 
-    def _replace(self, numbers: Sequence[int]) -> list[int]:
+    def _mark_replaced(self, numbers: Sequence[int]) -> list[int]:
         """Count the entries of these numbers in the runs as replaced.
 
         Returns the latest `until_ms` of the entries of each number. -FAR_MS if there are none.
@@ -277,7 +279,7 @@ class Moved:
 
 
 def _tidied(runs: Iterable[_MovedRun]) -> tuple[_MovedRun, ...]:
-    """Build wasteful runs again, a few in a step, and merge each run with an earlier one of at most twice its size."""
+    """Build wasteful runs again, up to a limit. Merge each run with an earlier one of at most twice its size."""
     tidied, built_rows = list[_MovedRun](), 0
     for run in runs:
         if run.is_wasteful and built_rows < MERGED_ROWS_MAX:
@@ -604,7 +606,7 @@ class Outcomes:
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Cancel these messages, as far as they are pending. Returns a mask of the cancelled ones."""
         # A message in flight is not pending: its release record was decided first, so the cancel comes too late.
-        if len(seq) == 1 and not len(self.holds):  # the usual case: an array less for each step
+        if len(seq) == 1 and not len(self.holds):  # the usual case, checked without arrays
             if not self._is_pending(int(due_ms[0]), int(seq[0])):
                 return np.zeros(1, np.bool_)
             self.waiting_rows -= 1

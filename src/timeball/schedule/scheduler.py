@@ -124,17 +124,17 @@ class Scheduler:
         scheduled_rows: ReadRows,
         pairs: Pairs,
         now_ms: int,
-        lasting: Bools | None = None,
+        is_duration: Bools | None = None,
     ) -> None:
         """Add durable messages. `scheduled_rows` are the rows of the log that gave them their due times at `now_ms`.
 
-        `pairs` are their due times and numbers. `lasting` marks the messages whose due times are durations that began
-        at `now_ms`. It is None if there are no durations, or if the backlog recognizes them itself.
+        `pairs` are their due times and numbers. `is_duration` is a mask of the messages whose due times are durations
+        that began at `now_ms`. It is None if there are no durations, or if the backlog recognizes them itself.
         """
         due, seq = pairs
         self.outcomes.waiting_rows += len(seq)
-        if lasting is not None and not self.durations.is_full:
-            self.durations.newest.append((due[lasting], seq[lasting]))
+        if is_duration is not None and not self.durations.is_full:
+            self.durations.newest.append((due[is_duration], seq[is_duration]))
         near = backlog.add(Waiting(due, seq, seq), now_ms)
         self._lower_opening_bound(backlog, due, near)
         # A wake-up is needed for each of the two parts: near messages are loaded, far ones are opened later.
@@ -145,7 +145,7 @@ class Scheduler:
             self._wake_for_opening(backlog)
 
     async def attach(self, attachment: Attachment, resumes: str = "", now_ms: int = 0) -> None:
-        """Apply a durable TABLE row: add its files to the table and remove others. End the hold named `resumes`.
+        """Apply a durable TABLE row: add its files to the table and remove others. End the hold `resumes`, if any.
 
         Waits until the messages due before `table.opened_ms` in the files to be removed have been opened. Rows of a
         bulk job or of a resumed campaign may be due before `now_ms`. Their lateness counts from `now_ms`.
@@ -307,7 +307,10 @@ class Scheduler:
     def restore(
         self, backlog: Backlog, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> None:
-        """Start a backlog from its state and the later messages. This blocks. Restore the outcomes first."""
+        """Start a backlog from its state and the later messages. Restore the outcomes first.
+
+        Blocks the event loop, so only a start calls it.
+        """
         self._now_ms = now_ms
         self._take_over(backlog, backlog.restore(state, settled, waiting, now_ms))
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def saved_state(
     settings: Settings, files: Files, saved: Checkpoint | None, ahead_ms: int = AHEAD_MS
 ) -> msgspec.Struct | None:
-    """Build the chosen strategy's state from a checkpoint, and check its files. None if it cannot start with it.
+    """Build the chosen strategy's state from a checkpoint, and check its files. None if there is no usable state.
 
     Reading all files of the strategy takes about 50 ns per pending message.
     """

@@ -79,7 +79,7 @@ class Occurrences(Protocol):
 
 
 class Ticker:
-    """Drives the scheduler. Call `wake` when a message due earlier arrives, or when releases have become durable."""
+    """Calls the scheduler when it has work. Call `wake` when an earlier message arrives, or releases become durable."""
 
     def __init__(
         self,
@@ -185,9 +185,9 @@ class Ticker:
         return max(0, next_ms - now_ms)
 
     def _pause(self, began_ns: int, *, is_small: bool) -> int:
-        """Compute when the next hand-out may begin, after one that began at `began_ns` and has just ended.
+        """Set the end of the pause after a hand-out that began at `began_ns` and has just ended.
 
-        Returns the ms from `began_ns` on.
+        Updates the mean time and the interval. Returns the ms from `began_ns` to the end of the pause.
         """
         indexed_ns = self._indexing.total_ns
         spent_ns = self._clock.clock.monotonic_ns() - began_ns + indexed_ns - self._indexed_ns
@@ -205,7 +205,7 @@ class Ticker:
         return max(0, round((self._paused_until_ns - began_ns) / 1e6))
 
     async def run(self) -> None:
-        """Tick until cancelled."""
+        """Tick until cancelled. Raises the error of a tick or of a hand-out in `join`."""
         while True:
             # Cleared before the tick, so that a wake during the tick is not lost.
             self._is_woken = False
@@ -217,19 +217,19 @@ class Ticker:
             else:
                 await self._sleep(self._ticked_ms, wait_ms)
 
-    async def _sleep(self, seen_ms: int, wait_ms: float | None) -> None:
-        """Sleep until woken, until `wait_ms` after `seen_ms` on the clock, or until the clock has been set.
+    async def _sleep(self, last_ms: int, wait_ms: float | None) -> None:
+        """Sleep until woken, until `wait_ms` after `last_ms` on the clock, or until the clock has been set.
 
-        `seen_ms` is the last reading of the clock. Without `wait_ms` the sleep has no limit.
+        `last_ms` is the last reading of the clock. Without `wait_ms` the sleep has no limit.
         """
         if wait_ms is not None and wait_ms <= INTERVAL_MAX_MS:
             await self._sleep_for(wait_ms / 1000)  # the next tick reads the clock soon enough
             return
-        until_ms = seen_ms + (FAR_MS if wait_ms is None else wait_ms)
-        while seen_ms < until_ms and not await self._sleep_for(min(until_ms - seen_ms, CLOCK_READ_MS) / 1000):
-            previous_ms, seen_ms = seen_ms, self._clock.now_ms()
+        until_ms = last_ms + (FAR_MS if wait_ms is None else wait_ms)
+        while last_ms < until_ms and not await self._sleep_for(min(until_ms - last_ms, CLOCK_READ_MS) / 1000):
+            previous_ms, last_ms = last_ms, self._clock.now_ms()
             # The clock was set: the awaited due time may be hours further away, or a duration may be due now.
-            if seen_ms < previous_ms or self._scheduler.durations.has_changed:
+            if last_ms < previous_ms or self._scheduler.durations.has_changed:
                 return
 
     async def _sleep_for(self, seconds: float) -> bool:

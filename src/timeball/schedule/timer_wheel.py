@@ -174,7 +174,7 @@ class TimerLog:
         """Mark the entries at these indexes: their messages have another entry, whose commit log row is synced."""
         self.entries.mark(index)
 
-    def forget(self, low: int) -> None:
+    def drop_before(self, low: int) -> None:
         """Drop the spans of slots before `low`: their messages are settled, or have another entry."""
         count = next((n for n, span in enumerate(self._spans) if span.last_slot >= low), len(self._spans))
         if not count:
@@ -273,7 +273,10 @@ class TimerWheel(BacklogInFiles):
         ahead_ms: int,
         arrivals_max: int = ARRIVALS_MAX,
     ) -> None:
-        """Accept up to `congest_rows` messages per slot. 0 means any number. Call `restore` before any other method."""
+        """Accept up to `congest_rows` messages per slot. 0 means any number. Call `restore` before any other method.
+
+        Slots are opened `ahead_ms` before their due times. Up to `arrivals_max` messages are collected before a write.
+        """
         self._files, self.reader, self._thread, self._outcomes = files, reader, reader_thread, outcomes
         self.slots, self._congest_rows, self._ahead_ms = slots, congest_rows, ahead_ms
         self._arrivals_max = arrivals_max
@@ -292,7 +295,7 @@ class TimerWheel(BacklogInFiles):
         self._rolled, self._rolled_in_checkpoint = list[Rolled](), list[Rolled]()
         self._opened: int | None = None  # slots before it are opened; None: all before `bound`
 
-    # -- the five operations of a backlog --------------------------------------------------------------------
+    # -- the core operations of a backlog ---------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
         """Add messages as arrivals. The next checkpoint marks the old entries of rolled messages.
@@ -325,7 +328,7 @@ class TimerWheel(BacklogInFiles):
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Read the messages of the used slots up to `until_ms`, or of the first ones: OPEN_ROWS messages or one slot.
 
-        The chains are walked in the reader thread.
+        The chains are walked in the reader thread. Raises Corrupt for a broken chain or a damaged record.
         """
         to = self.slots.slot_at(until_ms) + 1
         if self._arrivals_first is not None and self._arrivals_first < to:
@@ -393,13 +396,13 @@ class TimerWheel(BacklogInFiles):
         distinct, rows = np.unique(slots, return_counts=True)
         rows_before = self.rows_in(distinct)
         # The rows of the batch count as well, so that one batch cannot fill a slot far beyond the limit.
-        crowded = np.flatnonzero(rows_before + rows > self._congest_rows)
-        if len(crowded):
-            slot = int(distinct[crowded[0]])
+        crowded_indexes = np.flatnonzero(rows_before + rows > self._congest_rows)
+        if len(crowded_indexes):
+            slot = int(distinct[crowded_indexes[0]])
             begin = datetime.fromtimestamp(self.slots.begin_ms(slot) / 1000, UTC)
             raise OverLimit(
                 f"slot {slot} ({self.slots.precision_ms} ms from {begin:%Y-%m-%dT%H:%M:%S.%f}Z on) holds "
-                f"{int(rows_before[crowded[0]])} messages, {int(rows[crowded[0]])} more would exceed "
+                f"{int(rows_before[crowded_indexes[0]])} messages, {int(rows[crowded_indexes[0]])} more would exceed "
                 f"--timer-congest-num-each-slot {self._congest_rows}: choose other instants, or raise it"
             )
 
@@ -407,9 +410,9 @@ class TimerWheel(BacklogInFiles):
         """Count the messages placed in each of these slots, settled ones included."""
         _, rows = self._ring.heads(slots)
         if self._arrivals:
-            arrived = np.concatenate([self.slots.slots_at(part.due_ms) for part in self._arrivals])
-            arrived.sort()
-            rows = rows + np.searchsorted(arrived, slots, side="right") - np.searchsorted(arrived, slots)
+            due_slots = np.concatenate([self.slots.slots_at(part.due_ms) for part in self._arrivals])
+            due_slots.sort()
+            rows = rows + np.searchsorted(due_slots, slots, side="right") - np.searchsorted(due_slots, slots)
         return np.asarray(rows)
 
     def statistics(self) -> dict[str, int]:
@@ -473,7 +476,10 @@ class TimerWheel(BacklogInFiles):
             self._ring.open(to, 0)
 
     def _split_opened(self, entries: Entries) -> Opened:
-        """Build the result of an opening: messages due at or after `bound` must be rolled, the others are near."""
+        """Build the result of an opening: messages due at or after `bound` must be rolled, the others are near.
+
+        Entries outside the slot of their due time are kept (`_kept_entries`).
+        """
         rolls = entries.due_ms >= self.slots.begin_ms(self._ring.bound)
         must_keep = rolls | (self.slots.slots_at(entries.due_ms) != entries.slot)
         if must_keep.any():
@@ -499,7 +505,7 @@ class TimerWheel(BacklogInFiles):
         low = min(opened - 1, self.slots.slot_at(settled_ms), *first_slots)
         if low > self._low:
             self._low = low
-            self._log.forget(low)
+            self._log.drop_before(low)
             # A restart reads no entries of earlier slots.
             self._rolled = [(bound, index) for bound, index in self._rolled if bound > low]
 

@@ -116,12 +116,12 @@ def test_spans_are_dropped_after_their_last_slot() -> None:
     chained.append([25], bound=10)  # a new span
     chained.append([200], bound=11)
     assert log.first_row_seq == 101
-    log.forget(30)
+    log.drop_before(30)
     assert (log.first_row_seq, log.links.begin) == (101, 0), "slot 30 itself is not passed"
-    log.forget(31)
+    log.drop_before(31)
     assert (log.first_row_seq, log.links.begin, log.entries.begin) == (104, 3, 3)
     assert pairs(chained.walk([25, 200])) == [(25, 4), (200, 5)]
-    log.forget(201)
+    log.drop_before(201)
     assert (log.first_row_seq, log.links.begin, log.links.end) == (None, 5, 5)
     chained.append([300], bound=202)
     assert (log.first_row_seq, log.links.begin) == (106, 5)
@@ -133,7 +133,7 @@ def test_span_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for slot in range(5):
         chained.append([slot] * 6)
     assert [span.first_entry for span in chained.log.state().spans] == [0, 12, 24]
-    chained.log.forget(2)
+    chained.log.drop_before(2)
     assert chained.log.entries.begin == 12
 
 
