@@ -130,15 +130,15 @@ class Clocks:
         fault, start_ms, start_boot = TEMPORARY_FAULTS[name], world.now_ms, world.manual.boot
         seqs = world.admit([start_ms + ms for ms in WAITING_MS])
         release_due(world)
-        at = dict.fromkeys(world.model.released, 0)
+        released_after_ms = dict.fromkeys(world.model.released, 0)
         for step_ms, ms in fault.script:
             world.manual.step_wall(step_ms)
             for _ in pass_time(world, ms):
-                for seq in world.model.released.keys() - at.keys():
-                    at[seq] = world.manual.boot - start_boot
+                for seq in world.model.released.keys() - released_after_ms.keys():
+                    released_after_ms[seq] = world.manual.boot - start_boot
         for seq, delay_ms in zip(seqs, WAITING_MS, strict=True):
-            if seq in at:
-                late_ms = at[seq] - delay_ms
+            if seq in released_after_ms:
+                late_ms = released_after_ms[seq] - delay_ms
                 assert -fault.early_ms <= late_ms <= fault.late_ms, f"due after {delay_ms} ms: {late_ms} late"
         release_all_pending(world)
         world.release()

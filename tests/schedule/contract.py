@@ -44,7 +44,7 @@ UNTIL_CAUGHT = hypothesis.settings(
     FAST, max_examples=400, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
 )  # fmt: skip
-MANY = 2_000
+MANY = 2_000  # messages, more than one read of bodies loads
 WORDS_MIN = 5  # of a reason
 
 
@@ -75,8 +75,7 @@ def invalid_exemptions(contract: type[Contract]) -> list[str]:
 class Contract(Moves, Clocks, Cuts):
     """All tests of the contract. A strategy joins with `new_rig`."""
 
-    # The longest delay of a message. It is shorter if a message is rewritten every few
-    # seconds.
+    # The longest delay of a message. It is shorter if a message is rewritten every few seconds.
     far_ms: ClassVar[int] = 400 * limits.DAY_MS
     # Tests that a strategy need not pass, each with the reason. There are none.
     exempt: ClassVar[dict[str, str]] = {}
@@ -224,12 +223,12 @@ class Contract(Moves, Clocks, Cuts):
 
     @pytest.mark.parametrize("delay_ms", [0, 1, 5_000, limits.HOUR_MS, limits.DELAY_MS_MAX])
     def test_cancelled_message_is_not_handed_out(self, world: World, delay_ms: int) -> None:
-        kept, cancelled = world.admit([world.now_ms + delay_ms] * 2)
+        pending, cancelled = world.admit([world.now_ms + delay_ms] * 2)
         assert world.cancel([cancelled]) == [True]
         world.advance(delay_ms)
-        assert [seq for _, seq in world.drain()] == [kept]
+        assert [seq for _, seq in world.drain()] == [pending]
 
-    def test_cancel_has_one_winner(self, world: World) -> None:
+    def test_each_message_is_cancelled_or_handed_out_never_both(self, world: World) -> None:
         first, second, third = world.admit([world.now_ms] * 3)
         world.settle()
         assert world.cancel([second]) == [True]
@@ -292,7 +291,10 @@ class Contract(Moves, Clocks, Cuts):
 
     @pytest.mark.parametrize("back", [0, 1, 2])
     @pytest.mark.parametrize("power_cut", [None, 1])
-    def test_restart_from_any_checkpoint(self, world: World, back: int, power_cut: int | None) -> None:
+    def test_restart_from_any_checkpoint_loses_and_repeats_nothing(
+        self, world: World, back: int, power_cut: int | None
+    ) -> None:
+        """`back`: checkpoints older than the newest. `power_cut`: the seed of the lost data. None: no power cut."""
         now_ms = world.now_ms
         world.save()
         seqs = world.admit([now_ms + ms for ms in (0, 0, 2_000, 2_000, limits.DAY_MS)])
@@ -335,7 +337,7 @@ class Contract(Moves, Clocks, Cuts):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    def test_compaction_moves_and_changes_nothing(self, table_world: World) -> None:
+    def test_compacted_messages_are_handed_out_at_their_due_times(self, table_world: World) -> None:
         world = table_world
         now_ms = world.now_ms
         due_times = sorted(now_ms + ms for ms in (*range(100), 3_000, limits.HOUR_MS, 50 * limits.DAY_MS))
@@ -349,7 +351,7 @@ class Contract(Moves, Clocks, Cuts):
         assert [due for due, _ in taken] == due_times
 
     @pytest.mark.parametrize("step_before_attach", range(6))
-    def test_files_arrive_in_the_middle_of_a_gather(
+    def test_attach_during_a_gather_loses_and_repeats_nothing(
         self, table_world: World, step_before_attach: int
     ) -> None:
         world = table_world
@@ -366,17 +368,17 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(20_000)
         assert len(taken) + len(world.drain(limit=50)) == 300
 
-    def test_files_are_rewritten_in_the_middle_of_an_opening(self, table_world: World) -> None:
+    def test_rewrite_attached_during_an_opening_opens_no_message_again(self, table_world: World) -> None:
         """Messages that were opened from the old files are not opened again from the new ones."""
         world = table_world
         world.attach_now(world.prepare_bulk([world.now_ms + 12_000 + 100 * i for i in range(20)]))
-        rewritten = world.prepare_rewrite()
+        rewrite = world.prepare_rewrite()
         world.drain()
         world.advance(8_000)
         world.reader_thread.is_open = False
         assert world.take() is None  # an opening begins
         world.turn()
-        world.attach_now(rewritten)
+        world.attach_now(rewrite)
         world.reader_thread.is_open = True
         world.advance(10_000)
         assert len(world.drain()) == 20
@@ -415,15 +417,15 @@ class Contract(Moves, Clocks, Cuts):
 
     def test_memory_does_not_grow_with_messages_in_the_table(self, table_world: World) -> None:
         world = table_world
-        held = []
+        memory_rows = []
         for day in range(1, 6):
             world.admit([world.now_ms + day * limits.DAY_MS + 1_000 * i for i in range(MANY)])
             world.drain()
             assert world.memory() >= MANY, "messages that are not compacted yet are in memory"
             world.attach_now(world.prepare_compact())
             world.drain()
-            held.append(world.memory())
-        assert held == [0] * 5
+            memory_rows.append(world.memory())
+        assert memory_rows == [0] * 5
         assert sum(file.entry.rows for file in world.live_files()) == 5 * MANY
         # When the first day comes near, only messages due in the next seconds are loaded.
         world.advance(limits.DAY_MS - 1_000)
@@ -441,4 +443,4 @@ class Variant(Contract):
     slow_factor = 2
     # The slow part of each of the two does this and more.
     test_random_steps_keep_the_contract = None  # type: ignore[assignment]
-    test_a_spread_of_power_cuts = None  # type: ignore[assignment]
+    test_power_cuts_at_a_few_calls_violate_nothing = None  # type: ignore[assignment]

@@ -47,7 +47,7 @@ class Cuts:
     # part takes a third of these cuts. A hash of the class's name selects the first cut.
     cuts_step: ClassVar[int] = 3
 
-    def test_a_spread_of_power_cuts(self) -> None:
+    def test_power_cuts_at_a_few_calls_violate_nothing(self) -> None:
         first, last = calls_of(type(self).new_rig)
         # Different subclasses of one strategy cut at different calls.
         offset = zlib.crc32(type(self).__name__.encode()) % CUTS_FAST
@@ -57,7 +57,7 @@ class Cuts:
     @pytest.mark.slow
     @pytest.mark.siege
     @pytest.mark.timeout(1_800)
-    def test_a_power_cut_at_many_calls(self) -> None:
+    def test_power_cuts_at_many_calls_violate_nothing(self) -> None:
         first, last = calls_of(type(self).new_rig)
         step = self.cuts_step * rounds(12, 1)
         first += zlib.crc32(type(self).__name__.encode()) % step
@@ -66,7 +66,7 @@ class Cuts:
     @pytest.mark.slow
     @pytest.mark.siege
     @pytest.mark.timeout(1_800)
-    def test_a_power_cut_in_the_recovery_from_one(self) -> None:
+    def test_second_power_cut_during_recovery_violates_nothing(self) -> None:
         first, last = calls_of(type(self).new_rig)
         for cut in range(first, last + 1, 5 * self.cuts_step * rounds(8, 1)):
             with cut_world(type(self).new_rig, cut) as before_cut:
@@ -161,7 +161,7 @@ class Cut(World):
 
 @contextmanager
 def cut_world(new_rig: Callable[[], Rig], cut: int | None, **forget: bool) -> Iterator[Cut]:
-    """Run the scenario until its end or until the power cut."""
+    """Run the scenario until its end or until the power cut at call `cut`. `forget`: options of CrashFiles."""
     world = Cut(new_rig(), CrashFiles(**forget))
     world.calls_before = world.files.calls
     world.files.crash_at = cut
@@ -191,19 +191,19 @@ def violations(
     **forget: bool,
 ) -> list[str]:
     """List up to `violations_max` violations after these cuts. `forget` contains options of CrashFiles."""
-    found: list[str] = []
+    violation_texts: list[str] = []
     for cut in cuts:
-        if len(found) >= violations_max:
+        if len(violation_texts) >= violations_max:
             break
         with cut_world(new_rig, cut, **forget) as before_cut:
             for seed, survival in enumerate(survivals, cut * len(survivals)):
                 try:
                     check_survivor(SurvivingWorld(before_cut, before_cut.files.crash(seed, survival)))
                 except (AssertionError, TimeballError) as error:
-                    found.append(
+                    violation_texts.append(
                         f"cut at {cut} ({before_cut.files.trace[-1]}), {survival} ({seed}): {error!r}"
                     )
-    return found
+    return violation_texts
 
 
 # -- after a cut -----------------------------------------------------------------------------------------------

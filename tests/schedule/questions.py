@@ -1,4 +1,4 @@
-"""A random walk over a backlog alone, through the five operations of its interface (schedule/backlog.py).
+"""A random walk over a backlog alone, through the core operations of its interface (schedule/backlog.py).
 
     every message is opened before it is due, or bounds `first_due_ms` · no message is opened twice, unless it was
     rewritten meanwhile · `first_due_ms` is never after an unopened message · no row below `needed_seq` is needed · a
@@ -238,11 +238,11 @@ class Questions:
     new_rig: ClassVar[Callable[[], Rig]]
 
     @pytest.mark.parametrize("seed", range(SEEDS))
-    def test_whatever_is_asked_in_whatever_order(self, seed: int) -> None:
+    def test_random_operations_keep_the_rules_of_a_backlog(self, seed: int) -> None:
         walk(type(self).new_rig, seed)
 
     @pytest.mark.slow
     @pytest.mark.siege
     @pytest.mark.parametrize("seed", range(SEEDS, rounds(SEEDS + 2, 5 * SEEDS)))
-    def test_whatever_is_asked_for_long(self, seed: int) -> None:
+    def test_many_random_operations_keep_the_rules_of_a_backlog(self, seed: int) -> None:
         walk(type(self).new_rig, seed, 4 * STEPS)

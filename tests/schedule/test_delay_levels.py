@@ -235,7 +235,7 @@ def test_level_that_was_longer_for_a_while_releases_no_message_earlier(world: Wo
 def test_no_sequence_of_tables_releases_a_message_earlier(
     accepted: list[tuple[int, int]], hours: int, back_ms: int
 ) -> None:
-    """Each message: the time since the one before it, and the hours of the table by which it was accepted."""
+    """`accepted`: per message, the ms since the message before it, and the hours of its level when it was accepted."""
     due_times = dict[int, int]()
     with closing(World(LevelsRig())) as world:
         for gap_ms, level_hours in accepted:
@@ -347,13 +347,16 @@ def test_more_levels_than_a_topic_has_queues_are_refused() -> None:
         LevelTable.parse("1s " * 1_025)
 
 
-OURS = {"DELAY", "REAL_TOPIC", "REAL_QID", *OVERRULED}
+LEVEL_NAMES = {"DELAY", "REAL_TOPIC", "REAL_QID", *OVERRULED}
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x01\x02"), max_size=12)
-NAMES = st.one_of(st.sampled_from(sorted(OURS)), TEXT.filter(bool))
+NAMES = st.one_of(st.sampled_from(sorted(LEVEL_NAMES)), TEXT.filter(bool))
 PROPERTIES = st.dictionaries(NAMES, TEXT, max_size=6)
 
 
-def disguised(texts: list[str | None], level: int = 3, topic: str = "orders", queue: int = -1) -> list[str]:
+def add_level_properties(
+    texts: list[str | None], level: int = 3, topic: str = "orders", queue: int = -1
+) -> list[str]:
+    """Convert properties to those of a pending message of a level."""
     count = len(texts)
     return with_level_properties(
         pa.array(texts, pa.string()), np.full(count, level), pa.array([topic] * count),
@@ -361,7 +364,8 @@ def disguised(texts: list[str | None], level: int = 3, topic: str = "orders", qu
     ).to_pylist()  # fmt: skip
 
 
-def waiting(texts: list[str]) -> pa.RecordBatch:
+def pending_rows(texts: list[str]) -> pa.RecordBatch:
+    """Build pending messages of a level with these properties, with the numbers 40, 41, …."""
     rows = build_rows(
         len(texts), kind=int(Kind.SCHEDULED), topic=SCHEDULE_TOPIC, queue_id=2, body=b"b", properties=texts,
         queue_offset=list(range(len(texts))), due_ms=7, store_ms=5,
@@ -370,47 +374,53 @@ def waiting(texts: list[str]) -> pa.RecordBatch:
 
 
 @given(st.lists(PROPERTIES, min_size=1, max_size=5), st.booleans())
-def test_other_properties_keep_their_order_and_ours_occur_once(
-    sent: list[dict[str, str]], ends: bool
+def test_other_properties_keep_their_order_and_level_properties_occur_once(
+    sent_properties: list[dict[str, str]], ends: bool
 ) -> None:
     texts = [
-        encode_properties(each) if ends else encode_properties(each).removesuffix("\x02") for each in sent
+        encode_properties(each) if ends else encode_properties(each).removesuffix("\x02")
+        for each in sent_properties
     ]
-    for before, after in zip(sent, disguised([*texts]), strict=True):
-        other_properties = {name: value for name, value in before.items() if name not in OURS}
+    for before, after in zip(sent_properties, add_level_properties([*texts]), strict=True):
+        other_properties = {name: value for name, value in before.items() if name not in LEVEL_NAMES}
         expected = {**other_properties, "DELAY": "3", "REAL_TOPIC": "orders", "REAL_QID": "-1"}
         assert list(decode_properties(after).items()) == list(expected.items())
         assert after == encode_properties(expected)
 
 
-def test_message_without_properties_gets_only_ours() -> None:
-    assert disguised([None, "", "\x02"]) == ["DELAY\x013\x02REAL_TOPIC\x01orders\x02REAL_QID\x01-1\x02"] * 3
+def test_message_without_properties_gets_only_the_level_properties() -> None:
+    assert (
+        add_level_properties([None, "", "\x02"])
+        == ["DELAY\x013\x02REAL_TOPIC\x01orders\x02REAL_QID\x01-1\x02"] * 3
+    )
 
 
 def test_properties_that_become_too_long_are_refused_with_the_row() -> None:
     with pytest.raises(InvalidMessage, match="properties of row 1"):
-        disguised(["a\x01b", "a\x01" + "x" * 32_760])
+        add_level_properties(["a\x01b", "a\x01" + "x" * 32_760])
 
 
 @given(st.text("abcXYZ019_-%|", min_size=1, max_size=30), st.integers(-1, 1_023))
 def test_restored_message_equals_the_original(topic: str, queue: int) -> None:
-    rows = waiting(disguised(["k\x01v", None], topic=topic, queue=queue))
-    real = with_original_topics(rows)
-    assert real.column("topic").to_pylist() == [topic] * 2
-    assert real.column("queue_id").to_pylist() == [queue] * 2
-    assert real.column("queue_offset").null_count == 2, "its place in the real queue is not known yet"
-    assert real.column("due_ms").equals(rows.column("due_ms"))
-    assert set(real.column("kind").to_pylist()) == {Kind.SCHEDULED}, (
+    rows = pending_rows(add_level_properties(["k\x01v", None], topic=topic, queue=queue))
+    restored = with_original_topics(rows)
+    assert restored.column("topic").to_pylist() == [topic] * 2
+    assert restored.column("queue_id").to_pylist() == [queue] * 2
+    assert restored.column("queue_offset").null_count == 2, (
+        "its offset in the original queue is not known yet"
+    )
+    assert restored.column("due_ms").equals(rows.column("due_ms"))
+    assert set(restored.column("kind").to_pylist()) == {Kind.SCHEDULED}, (
         "the row must not be indexed in a level's queue"
     )
-    assert real.column("properties").equals(rows.column("properties"))
+    assert restored.column("properties").equals(rows.column("properties"))
 
 
 @pytest.mark.parametrize("text", ["", "REAL_TOPIC\x01orders\x02", "REAL_TOPIC\x01t\x02REAL_QID\x01x\x02"])
-def test_row_without_its_real_topic_is_corrupt(text: str) -> None:
+def test_row_without_its_original_topic_is_corrupt(text: str) -> None:
     with pytest.raises(Corrupt, match="seq 41"):
         good = "REAL_TOPIC\x01t\x02REAL_QID\x010\x02"
-        with_original_topics(waiting([good, text]))
+        with_original_topics(pending_rows([good, text]))
 
 
 WAIT_MS = 100
@@ -418,7 +428,7 @@ FAR_MS = 1 << 40
 
 
 def queue_of(due_times: list[int], duration_ms: int | None = WAIT_MS, first_seq: int = 10) -> LevelQueue:
-    """Make a queue whose entry n has the sequence number first_seq + 3 n."""
+    """Make a queue whose entry n is due at due_times[n] and has the sequence number first_seq + 3 n."""
     index = QueueIndexes(CrashFiles()).queue("t", 0)
     count = len(due_times)
     index.append(first_seq + 3 * np.arange(count), np.full(count, 91), np.array(due_times, np.int64))
@@ -428,6 +438,7 @@ def queue_of(due_times: list[int], duration_ms: int | None = WAIT_MS, first_seq:
 
 
 def stretches(queue: LevelQueue) -> list[tuple[int, int, bool]]:
+    """List the stretches as (next, end, whether they are shifted)."""
     return [(s.next, s.end, s.shift_ms != 0) for s in queue.stretches]
 
 
@@ -466,9 +477,11 @@ def test_new_entries_are_opened_or_extend_the_last_stretch_or_begin_another(
         ]
         opened += 0 if near is None else len(near)
     assert all(due <= near_ms for due in due_times[:opened]), "only near entries are opened"
-    assert opened == len(due_times) or due_times[opened] > near_ms, "and all of it that nothing waits before"
+    assert opened == len(due_times) or due_times[opened] > near_ms, (
+        "and all near entries before the first far one"
+    )
     whole = queue_of(due_times[opened:])
-    assert stretches(queue) == [(b + opened, e + opened, once) for b, e, once in stretches(whole)]
+    assert stretches(queue) == [(b + opened, e + opened, is_shifted) for b, e, is_shifted in stretches(whole)]
 
 
 @given(DUES, st.integers(0, 52), st.integers(1, 50), st.sampled_from([1, 3, 4_096]))
@@ -483,11 +496,11 @@ def test_open_returns_due_entries_in_order_up_to_the_limit(
             expected.append(([due_times[at] for at in due], [10 + 3 * at for at in due]))
         if begin + len(due) < end:
             left.append((begin + len(due), end, False))
-    was, locations.PROBE = locations.PROBE, probe
+    previous_probe, locations.PROBE = locations.PROBE, probe
     try:
         opened_columns = queue.open(until_ms, rows_max)
     finally:
-        locations.PROBE = was
+        locations.PROBE = previous_probe
     assert [(due.tolist(), seq.tolist()) for _, due, seq in opened_columns] == expected
     assert stretches(queue) == left
     assert queue.first_due_ms() == min((due_times[begin] for begin, _, _ in left), default=None)
@@ -511,12 +524,12 @@ def test_no_entry_waits_longer_than_its_level(due_times: list[int], now_ms: int)
     queue = queue_of(due_times)
     queue.shorten_long_waits(now_ms)
     shift_ms = min(0, now_ms + WAIT_MS - due_times[-1])
-    picked = {
+    opened = {
         seq: due
         for released, _, seqs in queue.open(now_ms + 1, 1_000)
         for due, seq in zip(released.tolist(), seqs.tolist(), strict=True)
     }
-    assert picked == {
+    assert opened == {
         10 + 3 * at: due + shift_ms for at, due in enumerate(due_times) if due + shift_ms <= now_ms
     }
 
@@ -529,17 +542,17 @@ def test_no_entry_waits_longer_than_its_level(due_times: list[int], now_ms: int)
 def test_entries_are_due_at_their_shifted_times(due_times: list[int], cut: int, now_ms: int) -> None:
     queue = queue_of(due_times, duration_ms=None)
     shifts = [-40 if at < cut else 7 for at in range(len(due_times))]
-    queue.rebuild(lambda seq: np.array([shifts[(one - 10) // 3] for one in seq.tolist()], np.int64))
-    picked = {
+    queue.rebuild(lambda seq: np.array([shifts[(number - 10) // 3] for number in seq.tolist()], np.int64))
+    opened = {
         seq: (released, due)
         for parts in queue.open(now_ms + 1, 1_000)
         for released, due, seq in zip(*(column.tolist() for column in parts), strict=True)
     }
-    assert picked.keys() <= {10 + 3 * at for at in range(len(due_times))}
+    assert opened.keys() <= {10 + 3 * at for at in range(len(due_times))}
     for at, (due, shift_ms) in enumerate(zip(due_times, shifts, strict=True)):
-        # Behind an entry of its stretch that is not due it waits for that one.
-        if (found := picked.get(10 + 3 * at)) is not None:
-            assert found == (due + shift_ms, due) and due + shift_ms <= now_ms
+        # An entry also waits for each entry before it in its stretch.
+        if (times_ms := opened.get(10 + 3 * at)) is not None:
+            assert times_ms == (due + shift_ms, due) and due + shift_ms <= now_ms
         else:
             assert due + shift_ms > now_ms
     assert queue.first_postponed_ms() >= min(

@@ -24,11 +24,11 @@ POSITIONS = st.tuples(st.integers(-6, 31), st.integers(0, 120))
 
 
 def columns(pairs: Iterable[Pair]) -> tuple[Int64Array, Int64Array]:
-    listed = list(pairs)
-    return np.array([d for d, _ in listed], np.int64), np.array([s for _, s in listed], np.int64)
+    pair_list = list(pairs)
+    return np.array([d for d, _ in pair_list], np.int64), np.array([s for _, s in pair_list], np.int64)
 
 
-def listed(columns: tuple[Int64Array, Int64Array]) -> list[Pair]:
+def to_pairs(columns: tuple[Int64Array, Int64Array]) -> list[Pair]:
     return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))
 
 
@@ -42,7 +42,7 @@ def index_of(pairs: list[Pair], batch: int) -> DueIndex:
 @given(PAIRS, st.integers(1, 130))
 def test_pairs_returns_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
     index = index_of(pairs, batch)
-    assert listed(index.pairs()) == sorted(pairs)
+    assert to_pairs(index.pairs()) == sorted(pairs)
     assert len(index) == len(pairs)
     assert index.first() == min(pairs, default=(FAR_MS, 0))
     assert index.first_due_ms == min((due for due, _ in pairs), default=FAR_MS)
@@ -52,9 +52,9 @@ def test_pairs_returns_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
 def test_pop_before_removes_and_returns_earlier_pairs(pairs: list[Pair], batch: int, high: Pair) -> None:
     index = index_of(pairs, batch)
     assert index.count_before(high[0]) == sum(due < high[0] for due, _ in pairs)
-    assert listed(index.pop_before(*high)) == sorted(pair for pair in pairs if pair < high)
+    assert to_pairs(index.pop_before(*high)) == sorted(pair for pair in pairs if pair < high)
     later_pairs = sorted(pair for pair in pairs if pair >= high)
-    assert listed(index.pairs()) == later_pairs
+    assert to_pairs(index.pairs()) == later_pairs
     assert len(index) == len(later_pairs)
 
 
@@ -62,7 +62,7 @@ def test_pop_before_removes_and_returns_earlier_pairs(pairs: list[Pair], batch: 
 def test_between_removes_nothing(pairs: list[Pair], batch: int, low: Pair, high: Pair) -> None:
     low, high = sorted((low, high))
     index = index_of(pairs, batch)
-    assert listed(index.between(low, high)) == sorted(pair for pair in pairs if low <= pair < high)
+    assert to_pairs(index.between(low, high)) == sorted(pair for pair in pairs if low <= pair < high)
     assert len(index) == len(pairs)
 
 
@@ -104,7 +104,7 @@ def test_has_agrees_with_contains(
 def test_popped_pairs_are_not_contained(pairs: list[Pair], batch: int, highs: list[Pair]) -> None:
     index = index_of(pairs, batch)
     for high in sorted(highs):
-        assert index.contains(*columns(pairs)).tolist() == [pair in listed(index.pairs()) for pair in pairs]
+        assert index.contains(*columns(pairs)).tolist() == [pair in to_pairs(index.pairs()) for pair in pairs]
         index.pop_before(*high)
         assert index.contains(*columns(pairs)).tolist() == [pair >= high for pair in pairs]
 
@@ -113,7 +113,7 @@ def test_popped_pairs_are_not_contained(pairs: list[Pair], batch: int, highs: li
 def test_drop_removes_pairs_by_number(pairs: list[Pair], batch: int, seq: int) -> None:
     index = index_of(pairs, batch)
     index.drop_seqs_below(seq)
-    assert listed(index.pairs()) == sorted(pair for pair in pairs if pair[1] >= seq)
+    assert to_pairs(index.pairs()) == sorted(pair for pair in pairs if pair[1] >= seq)
 
 
 STEPS = st.lists(
@@ -147,7 +147,7 @@ def test_any_history_leaves_the_pairs_of_a_set(steps: list[tuple[str, Any, Any]]
             elif name == "take":
                 position, rows = arguments
                 runs = index.take_before(*position, rows)
-                taken = [pair for run in runs for pair in listed((run.due_ms, run.seq))]
+                taken = [pair for run in runs for pair in to_pairs((run.due_ms, run.seq))]
                 assert set(taken) <= {pair for pair in pairs if pair < position}
                 assert len(taken) >= min(rows, sum(pair < position for pair in pairs))
                 other.add_runs(runs)
@@ -162,7 +162,7 @@ def test_any_history_leaves_the_pairs_of_a_set(steps: list[tuple[str, Any, Any]]
                 pairs = {pair for pair in pairs if pair[1] % divisor}
             looked_up = sorted(pairs | others) + [(due + 1, seq) for due, seq in pairs]
             for each, held in ((index, pairs), (other, others)):
-                assert (len(each), listed(each.pairs())) == (len(held), sorted(held))
+                assert (len(each), to_pairs(each.pairs())) == (len(held), sorted(held))
                 assert each.first_due_ms == min((due for due, _ in held), default=FAR_MS)
                 assert each.contains(*columns(looked_up)).tolist() == [pair in held for pair in looked_up]
                 assert [each.has(*pair) for pair in looked_up[:9]] == [pair in held for pair in looked_up[:9]]
@@ -181,9 +181,9 @@ def test_taking_pairs_sorts_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_restored_pairs_are_small_runs_that_no_look_up_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(due_index, "MERGED_ROWS_MAX", 100)
     pairs = [(seq * 7_919 % 1_000, seq) for seq in range(1_050)]
-    for given_ in (pairs, pairs[::-1]):
+    for ordered_pairs in (pairs, pairs[::-1]):
         index = DueIndex()
-        index.restore(*columns(given_))
+        index.restore(*columns(ordered_pairs))
         assert sorted(len(run) for run in index._runs) == [50] + [100] * 10
         for due_ms in (0, 400, 600):
             index.take_before(due_ms, 0)
@@ -202,6 +202,7 @@ def test_few_runs_are_copied_in_one_step(monkeypatch: pytest.MonkeyPatch) -> Non
     for due_ms in range(51, 61):
         index.take_before(due_ms, 0)
         wasteful.append(sum(run.is_wasteful for run in index._runs))
+    # A step copies runs of 49 or fewer pairs until it has copied 100 pairs: three of ten runs at first.
     assert wasteful == [7, 4, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
@@ -224,7 +225,7 @@ def test_large_runs_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
         added += pairs
     sizes = [len(run) for run in index._runs]
     assert max(sizes) < 2 * 1_000 and len(sizes) <= due_index.RUNS_MAX + 20_000 // 500
-    assert listed(index.pairs()) == sorted(added)
+    assert to_pairs(index.pairs()) == sorted(added)
     assert index.contains(*columns(added)).all()
 
 
@@ -233,12 +234,12 @@ def test_empty_index_has_no_pairs_and_no_due_time() -> None:
     index.add(*columns([]))
     assert len(index) == 0
     assert index.first_due_ms == FAR_MS
-    assert listed(index.pop_before(10, 0)) == []
+    assert to_pairs(index.pop_before(10, 0)) == []
     assert index.contains(*columns([(1, 1)])).tolist() == [False]
     assert index.contains(*columns([])).tolist() == []
 
 
-def test_popped_pairs_take_no_memory() -> None:
+def test_memory_is_at_most_twice_that_of_the_remaining_pairs() -> None:
     index, rows = DueIndex(), 100_000
     index.add(np.arange(rows, dtype=np.int64), np.arange(rows, dtype=np.int64))
     for due_ms in range(10_000, rows, 10_000):
@@ -259,7 +260,7 @@ def test_packed_sort_equals_lexsort(pairs: list[Pair]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(due_index, "PACK_ROWS_MIN", 1)
         index = index_of(pairs, len(pairs))
-        assert listed(index.pairs()) == sorted(pairs)
+        assert to_pairs(index.pairs()) == sorted(pairs)
         assert index.contains(*columns(pairs)).all()
 
 

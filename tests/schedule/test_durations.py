@@ -40,7 +40,7 @@ class Rig:
         self.manual.step_wall(ms)
         self.clock.now_ms()
 
-    def left(self) -> dict[int, int]:
+    def remaining_ms(self) -> dict[int, int]:
         """Compute the remaining ms of each shifted duration."""
         self.durations.apply()
         shifted = self.durations.shifted()
@@ -56,9 +56,9 @@ def test_each_duration_is_shifted_by_the_steps_since_it_was_accepted() -> None:
     rig.step(-HOUR_MS)
     second = rig.add(60_000)
     rig.manual.advance(10_000)
-    assert rig.left() == {first: 50_000}
+    assert rig.remaining_ms() == {first: 50_000}
     rig.step(-HOUR_MS)
-    assert rig.left() == {first: 50_000, second: 50_000}
+    assert rig.remaining_ms() == {first: 50_000, second: 50_000}
 
 
 @given(st.lists(st.tuples(st.integers(-(10**9), -STEP_MS - 1), st.integers(0, 9_000)), max_size=8))
@@ -69,7 +69,7 @@ def test_remaining_time_is_the_duration_minus_the_elapsed_time(steps: list[tuple
         rig.step(step_ms)
         rig.manual.advance(passing_ms)
         rig.clock.now_ms()
-    assert rig.left() == {seq: boot_ms - rig.manual.boot for seq, boot_ms in end_boot_ms.items()}
+    assert rig.remaining_ms() == {seq: boot_ms - rig.manual.boot for seq, boot_ms in end_boot_ms.items()}
 
 
 def test_merged_epochs_make_no_duration_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_merged_epochs_make_no_duration_shorter(monkeypatch: pytest.MonkeyPatch)
     for _ in range(6):
         seqs.append(rig.add(60_000))
         rig.step(-HOUR_MS)
-    remaining_ms = rig.left()
+    remaining_ms = rig.remaining_ms()
     assert all(remaining_ms[seq] >= 60_000 for seq in seqs)
     assert remaining_ms[seqs[-1]] == 60_000
 
@@ -110,7 +110,7 @@ def test_mark_does_not_pass_the_original_due_time_of_a_postponed_duration() -> N
     due_ms = rig.clock.now_ms() + 1_000
     assert rig.durations.first_original_due_ms() == FAR_MS
     rig.step(500)
-    rig.left()
+    rig.remaining_ms()
     assert rig.durations.first_original_due_ms() == due_ms
     assert rig.outcomes.cancel(column(due_ms), column(first)).all()
     assert rig.durations.first_original_due_ms() == due_ms + 1_000
@@ -123,7 +123,7 @@ def test_settled_duration_is_not_shifted() -> None:
     cancelled, remaining = rig.add(60_000), rig.add(60_000)
     assert rig.outcomes.cancel(column(rig.clock.now_ms() + 60_000), column(cancelled)).all()
     rig.step(-HOUR_MS)
-    assert rig.left().keys() == {remaining}
+    assert rig.remaining_ms().keys() == {remaining}
 
 
 def test_duration_stored_in_the_future_counts_from_the_start() -> None:
@@ -136,7 +136,7 @@ def test_duration_stored_in_the_future_counts_from_the_start() -> None:
     rig.durations.add_stored(
         StoredDurations(Waiting(due_ms, seq, seq + 10), column(now_ms + HOUR_MS, now_ms - 30_000))
     )
-    assert rig.left() == {5: 60_000}
+    assert rig.remaining_ms() == {5: 60_000}
     assert rig.durations.rows_of(column(5)).tolist() == [15]
     assert rig.durations.original_due_times(column(5)).tolist() == [now_ms + HOUR_MS + 60_000]
 

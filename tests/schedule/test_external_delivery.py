@@ -39,7 +39,7 @@ LEASE_MS, PAUSE_MS = 9_000, 4_000  # the dispatcher works for so long, and pause
 LATE_MS = 1_500
 FIRST, LAST = (-(1 << 62), 0), (1 << 62, 0)
 
-# How often the dispatcher brings each message now, for columns (late_ms, seq).
+# How many times the dispatcher brings each message now, given columns of its lateness and its number.
 Times = Callable[[Int64Array, Int64Array], Int64Array]
 
 
@@ -72,7 +72,7 @@ class Watched(Scheduler):
     """A scheduler with a dispatcher that brings all messages, none, half of them, each twice, or too late."""
 
     times: Times = staticmethod(everything)
-    brought: ClassVar[int] = 0  # of all of them: how much was taken
+    brought: ClassVar[int] = 0  # messages of all instances that were handed out
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         is_at_work = now_ms % (LEASE_MS + PAUSE_MS) < LEASE_MS
@@ -86,16 +86,16 @@ class Watched(Scheduler):
         return super().take_due(now_ms, limit)
 
     def read(self, now_ms: int, limit: int) -> list[pa.RecordBatch]:
-        """Due messages in files, wherever else they are, and rows that were never written."""
+        """Read due messages from the files, in parts of `limit`, and make rows of messages that do not exist."""
         assert self._table is not None
         rows = read_rows_between(self._table.pending.all(), FIRST, (now_ms + 1, 0))
         if rows is None:
             return []
         due, seq = int64(rows["due_ms"]), int64(rows["seq"])
         rows = rows.take(pa.array(np.repeat(np.arange(len(seq)), self.times(now_ms - due, seq))))
-        strange = rows.slice(0, 3)
+        first_rows = rows.slice(0, 3)
         parts = [rows.slice(at, limit) for at in range(0, rows.num_rows, limit)]
-        return [*(other(strange, name) for name in ("seq", "due_ms")), *parts] if rows.num_rows else []
+        return [*(other(first_rows, name) for name in ("seq", "due_ms")), *parts] if rows.num_rows else []
 
 
 def other(rows: pa.RecordBatch, name: str) -> pa.RecordBatch:
@@ -106,7 +106,7 @@ def other(rows: pa.RecordBatch, name: str) -> pa.RecordBatch:
 class DispatchRig(HourLogRig):
     """An hour log with a dispatcher. Messages that it does not bring at once are loaded."""
 
-    hands = 2
+    hands = 2  # scheduler and dispatcher each hand out in order
 
     def __init__(self, times: Times = everything, scheduler: type[Watched] = Watched, **rest: Any) -> None:
         class Timed(scheduler):  # type: ignore[misc,valid-type]
@@ -148,7 +148,7 @@ class LeavesMuch(Machine):
         attachment = world.prepare_compact()
         if attachment is not None:
             world.attach(attachment)
-            self.written = None  # of a time before this compaction
+            self.written = None  # written before this compaction, so outdated
         for step_ms in steps_ms:
             self.drain(1_000_000)
             world.cancel(seqs[:cancels])
@@ -324,7 +324,7 @@ def test_message_left_to_the_dispatcher_delays_no_other(world: World) -> None:
     assert [taken for _, taken in world.take() or []] == [seq]
 
 
-@pytest.mark.parametrize("ends", ["by itself", "by his word"])
+@pytest.mark.parametrize("ends", ["by itself", "by the dispatcher"])
 def test_after_the_lease_near_messages_are_loaded_in_time(world: World, ends: str) -> None:
     left_ms = 1_000
     (seq,) = leave(world, [DUE_MS], NEAR_MS + left_ms)
@@ -349,12 +349,12 @@ def test_without_a_lease_all_messages_are_loaded_here(world: World) -> None:
 
 
 def test_clock_set_back_does_not_extend_a_lease(world: World) -> None:
-    it, now_ms = world.external, world.now_ms
-    it.lease(now_ms, 1 << 60)
-    assert it.is_leased(now_ms)
-    assert it.is_leased(now_ms + HOUR_MS - 1)
-    assert not it.is_leased(now_ms + HOUR_MS)
-    assert not it.is_leased(now_ms - 1)
+    external, now_ms = world.external, world.now_ms
+    external.lease(now_ms, 1 << 60)
+    assert external.is_leased(now_ms)
+    assert external.is_leased(now_ms + HOUR_MS - 1)
+    assert not external.is_leased(now_ms + HOUR_MS)
+    assert not external.is_leased(now_ms - 1)
 
 
 def test_long_overdue_message_is_loaded_despite_the_lease(world: World) -> None:

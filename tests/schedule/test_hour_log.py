@@ -99,10 +99,10 @@ def test_read_rows_between_returns_the_rows_of_a_window(
 @given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
 def test_ending_before_returns_files_without_later_rows(batches: list[list[int]], due_ms: int) -> None:
     live, pairs = table(batches)
-    behind = {entry.path for entry in live.ending_before(due_ms)}
+    ended_paths = {entry.path for entry in live.ending_before(due_ms)}
     for file in live.all():
-        assert (file.entry.path in behind) == (file.entry.max_due_ms < due_ms)
-    rows_left = sum(file.entry.rows for file in live.all() if file.entry.path not in behind)
+        assert (file.entry.path in ended_paths) == (file.entry.max_due_ms < due_ms)
+    rows_left = sum(file.entry.rows for file in live.all() if file.entry.path not in ended_paths)
     assert rows_left >= sum(due >= due_ms for due, _ in pairs)
 
 

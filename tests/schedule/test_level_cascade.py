@@ -65,7 +65,7 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
     return seq
 
 
-def said(world: World) -> list[list[str]]:
+def timing_lists(world: World) -> list[list[str]]:
     """List TIMING-LIST of all rows of scheduled messages in the log, as names of levels."""
     level_lists = []
     for rows in world.reader.rows(
@@ -77,15 +77,15 @@ def said(world: World) -> list[list[str]]:
     return level_lists
 
 
-def properties_released(world: World) -> list[str | None]:
+def released_properties(world: World) -> list[str | None]:
     """Release what is due now. Returns the properties that consumers see."""
     world.settle()
     rows = world.strategy.take_due(world.now_ms, 1_000)
     assert rows is not None
     world.model.hand_out(rows, world.now_ms, 1_000)
-    places = np.arange(rows.num_rows)
+    offsets = np.arange(rows.num_rows)
     released = release_rows(
-        without_timing_lists(rows), now_ms=world.now_ms, queue_id=places, queue_offset=places
+        without_timing_lists(rows), now_ms=world.now_ms, queue_id=offsets, queue_offset=offsets
     )
     properties: list[str | None] = released["properties"].to_pylist()
     return properties
@@ -100,7 +100,7 @@ def test_rows_contain_the_remaining_levels_and_the_released_message_none(world: 
     while (upcoming := world.strategy.next_due_ms()) is not None and upcoming < due_ms:
         world.advance(max(0, upcoming - world.now_ms))
         assert world.drain() == []
-    assert said(world) == [
+    assert timing_lists(world) == [
         ["50m", "9m", "50s", "7s", "1s"],
         ["9m", "50s", "7s", "1s"],
         ["50s", "7s", "1s"],
@@ -108,13 +108,13 @@ def test_rows_contain_the_remaining_levels_and_the_released_message_none(world: 
         ["1s"],
     ]
     world.advance(due_ms - world.now_ms)
-    assert properties_released(world) == [TIMING]
+    assert released_properties(world) == [TIMING]
 
 
 @pytest.mark.parametrize(
     "properties", [None, "", "a\x01b", TIMING, encode_properties({"TIMING-LIST": "1,2"})]
 )
-def test_released_properties_equal_the_sent_ones_without_our_list(
+def test_released_properties_equal_the_sent_ones_without_timing_list(
     world: World, properties: str | None
 ) -> None:
     admit(world, world.now_ms + 61 * SECOND_MS, properties)
@@ -122,15 +122,15 @@ def test_released_properties_equal_the_sent_ones_without_our_list(
         sleep_until_rewriting(world)
         world.finish_rewrites()
     world.advance(61 * SECOND_MS)
-    (text,) = properties_released(world)
-    without = {k: v for k, v in decode_properties(properties or "").items() if k != "TIMING-LIST"}
-    assert decode_properties(text or "") == without
+    (text,) = released_properties(world)
+    expected = {k: v for k, v in decode_properties(properties or "").items() if k != "TIMING-LIST"}
+    assert decode_properties(text or "") == expected
 
 
 def test_message_due_beyond_a_day_takes_hops_of_twenty_hours(world: World) -> None:
     admit(world, world.now_ms + 60 * DAY_MS)
     assert [len(sleep_through(world)), world.model.moved_rows] == [1, 71]
-    assert said(world)[:3] == [[], [], []]
+    assert timing_lists(world)[:3] == [[], [], []]
 
 
 # -- drift -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_slightly_late_hops_keep_the_list(world: World) -> None:
         sleep_until_rewriting(world)
         world.advance(100)
         world.finish_rewrites()
-    lists = said(world)
+    lists = timing_lists(world)
     assert [lists[0][at + 1 :] for at in range(len(lists) - 1)] == lists[1:]
 
 
@@ -170,7 +170,7 @@ def test_long_stop_replaces_the_list(world: World) -> None:
     world.advance(3 * HOUR_MS + 30 * MINUTE_MS)
     world.restart()
     assert world.drain() == []
-    assert said(world)[1] == ["9m", "50s", "7s", "1s"], "after 20m, which were not in the list before"
+    assert timing_lists(world)[1] == ["9m", "50s", "7s", "1s"], "after 20m, which were not in the list before"
     assert sleep_through(world) == [(due_ms, seq)]
 
 
@@ -275,7 +275,7 @@ def test_message_due_after_midnight_is_released_on_time() -> None:
     assert [due - evening_ms for due in due_times] == [20 * MINUTE_MS, 130 * MINUTE_MS]
     seqs = [admit(world, due_ms) for due_ms in due_times]
     assert sleep_through(world) == list(zip(due_times, seqs, strict=True))
-    assert said(world)[:2] == [[], ["10m"]]
+    assert timing_lists(world)[:2] == [[], ["10m"]]
     world.close()
 
 

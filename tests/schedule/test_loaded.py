@@ -45,16 +45,19 @@ class Stage(World):
         return np.array(self.admit(due_times), dtype=np.int64)
 
     def admit_near(self, due_times: list[int]) -> list[int]:
+        """Append scheduled messages and add them with their bodies. Returns their numbers."""
         seqs = self.append_scheduled(due_times)
         self.near.add(self.source, take_scheduled(self.reader, seqs), self.now_ms)
         return seqs.tolist()
 
-    def expect(self, due_times: list[int]) -> list[int]:
+    def add_without_bodies(self, due_times: list[int]) -> list[int]:
+        """Append scheduled messages and add them without bodies. Returns their numbers."""
         seqs = self.append_scheduled(due_times)
         self.near.add_without_bodies(self.source, np.array(due_times), seqs, seqs)
         return seqs.tolist()
 
     def all_due(self, below_ms: int = FAR_MS, limit: int = 1_000) -> list[tuple[int, int]]:
+        """Hand out all due messages and let gathers finish. Returns their (due_ms, seq)."""
         return self.run(self._all_due(below_ms, limit))
 
     async def _all_due(self, below_ms: int, limit: int) -> list[tuple[int, int]]:
@@ -87,7 +90,7 @@ def stage() -> Iterator[Stage]:
 
 def test_message_without_a_body_delays_later_ones(stage: Stage) -> None:
     now = stage.now_ms
-    (early,) = stage.expect([now + 5])
+    (early,) = stage.add_without_bodies([now + 5])
     (late,) = stage.admit_near([now + 6])
     stage.advance(10)
     stage.reader_thread.is_open = False
@@ -105,7 +108,7 @@ def test_message_without_a_body_delays_later_ones(stage: Stage) -> None:
 
 def test_no_message_is_handed_out_while_a_running_gather_delays_the_next_one(stage: Stage) -> None:
     now = stage.now_ms
-    stage.expect([now + 20])
+    stage.add_without_bodies([now + 20])
     stage.reader_thread.is_open = False
 
     async def take() -> pa.RecordBatch | None:
@@ -113,7 +116,7 @@ def test_no_message_is_handed_out_while_a_running_gather_delays_the_next_one(sta
 
     assert stage.run(take()) is None and stage.near.is_gathering
     # Due before all messages of the gather, but its body has to wait for the end of the gather.
-    (early,) = stage.expect([now + 5])
+    (early,) = stage.add_without_bodies([now + 5])
     (late,) = stage.admit_near([now + 6])
     stage.advance(10)
     assert stage.run(take()) is None
@@ -133,7 +136,7 @@ def test_message_due_after_an_unopened_one_is_not_handed_out(stage: Stage) -> No
 
 def test_next_ms_is_before_the_due_time_so_that_bodies_are_loaded(stage: Stage) -> None:
     due_ms = stage.now_ms + 60_000
-    stage.expect([due_ms])
+    stage.add_without_bodies([due_ms])
     assert stage.near.next_ms(stage.now_ms, FAR_MS) == due_ms - AHEAD_MS // 2
     stage.advance(60_000 - AHEAD_MS // 2)
     assert stage.all_due() == []
@@ -145,7 +148,7 @@ def test_memory_is_bounded_and_every_message_is_handed_out() -> None:
     stage = Stage(gather_bytes=1)
     try:
         now = stage.now_ms
-        seqs = stage.expect([now + 100 + number for number in range(20)])
+        seqs = stage.add_without_bodies([now + 100 + number for number in range(20)])
         stage.admit_near([now + 90])
         wheel_rows_max = 0
         pairs: list[tuple[int, int]] = []
@@ -162,10 +165,10 @@ def test_memory_is_bounded_and_every_message_is_handed_out() -> None:
 def test_bodies_of_one_due_time_are_handed_out_while_later_ones_are_read(stage: Stage) -> None:
     """The position of the first unread message is a due time and a number, not only a due time."""
     due_ms = stage.now_ms + 5
-    loaded = stage.expect([due_ms] * 7)
+    loaded = stage.add_without_bodies([due_ms] * 7)
     assert stage.all_due() == []
     assert stage.near.wheel_rows == 7
-    unread, last = stage.expect([due_ms] * 2), stage.admit_near([due_ms])
+    unread, last = stage.add_without_bodies([due_ms] * 2), stage.admit_near([due_ms])
     stage.reader_thread.is_open = False
     stage.advance(5)
 
@@ -186,7 +189,7 @@ def test_memory_is_bounded_for_messages_of_one_due_time() -> None:
     """Bodies that can be handed out make room before more are read."""
     stage = Stage(gather_bytes=4_096)
     try:
-        seqs = stage.expect([stage.now_ms + 5] * 100)
+        seqs = stage.add_without_bodies([stage.now_ms + 5] * 100)
         stage.all_due()
         wheel_rows_max = stage.near.wheel_rows
         assert wheel_rows_max < 50
@@ -232,7 +235,7 @@ def test_unreadable_body_is_reported_as_a_failure(stage: Stage) -> None:
 @hypothesis.given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["admit", "expect", "cancel", "advance", "take"]),
+            st.sampled_from(["admit", "add without bodies", "cancel", "advance", "take"]),
             st.lists(st.integers(-50, 30_000), min_size=1, max_size=8),
         ),
         max_size=25,
@@ -258,8 +261,8 @@ def test_every_message_is_handed_out_once_and_in_order(
             elif step == "cancel" and waiting:
                 seq = sorted(waiting)[values[0] % len(waiting)]
                 assert stage.outcomes.cancel(np.array([waiting.pop(seq)]), np.array([seq])).all()
-            elif step in ("admit", "expect"):
-                seqs = stage.admit_near(due_times) if step == "admit" else stage.expect(due_times)
+            elif step in ("admit", "add without bodies"):
+                seqs = stage.admit_near(due_times) if step == "admit" else stage.add_without_bodies(due_times)
                 waiting |= dict(zip(seqs, due_times, strict=True))
         first = stage.near.first_due_ms()
         assert not waiting or first <= min(waiting.values())

@@ -12,7 +12,7 @@ from timeball.model.errors import OutOfRange
 from timeball.schedule.locations import take_scheduled
 
 
-def test_scheduled_messages_are_equal_in_any_row() -> None:
+def test_scheduled_message_reads_the_same_from_any_of_its_rows() -> None:
     world = World(HourLogRig())
     try:
         accepted_ms = world.now_ms

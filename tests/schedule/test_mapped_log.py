@@ -82,17 +82,17 @@ class Machine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.files = CrashFiles()
         self.log = open_log(self.files)
-        self.values: list[int] = []  # all there ever were
+        self.values: list[int] = []  # of all records, also of dropped ones
         self.next_value = 0
         self.checkpoint = (0, 0)
         self.saved_values: list[int] = []
 
     @rule(count=st.integers(0, 35))
     def append(self, count: int) -> None:
-        fresh = list(range(self.next_value, self.next_value + count))
+        new_values = list(range(self.next_value, self.next_value + count))
         self.next_value += count
-        assert self.log.append(records(fresh)) == len(self.values)
-        self.values += fresh
+        assert self.log.append(records(new_values)) == len(self.values)
+        self.values += new_values
 
     @rule(share=st.floats(0, 1))
     def drop(self, share: float) -> None:
@@ -114,7 +114,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(synced=st.booleans(), seed=st.integers(0, 2**16))
     def crash_in_a_checkpoint(self, synced: bool, seed: int) -> None:
-        """Nobody is left to say that it was not saved."""
+        """The broker stops before the checkpoint is saved, so `sync_failed` is not called."""
         if synced:
             save(self.log, self.files)
         else:
@@ -158,7 +158,9 @@ def test_log_contains_appended_records_except_dropped_ones() -> None:
     end=st.integers(0, 80),
     chosen=st.lists(st.integers(0, 79), max_size=20),
 )
-def test_any_range_can_be_read(counts: list[int], begin: int, end: int, chosen: list[int]) -> None:
+def test_a_range_within_the_log_is_read_and_any_other_is_refused(
+    counts: list[int], begin: int, end: int, chosen: list[int]
+) -> None:
     log = open_log(CrashFiles())
     for count in counts:
         log.append(records(list(range(log.end, log.end + count))))
@@ -263,8 +265,8 @@ def test_damaged_file_is_reported_by_check(damage: str, number: int) -> None:
     elif damage == "short":
         files.open(name).allocate(RECORD.itemsize)
     else:
-        here = bytes(40) if damage == "block" else bytes([files.content(name)[30] ^ 4])
-        files.open(name).write_at(30, here)
+        damaged = bytes(40) if damage == "block" else bytes([files.content(name)[30] ^ 4])
+        files.open(name).write_at(30, damaged)
     assert not is_whole(files, 0, 25)
     if damage in ("bit", "block"):
         for read in (lambda: log.read(0, 25), lambda: log.at(np.arange(24, -1, -1))):
@@ -283,11 +285,11 @@ def test_each_flipped_bit_is_reported() -> None:
     log.append(records([5, 6]))
     log.mark(np.array([1]))
     name, content = f"{FOLDER}/00000000.log", files.content(f"{FOLDER}/00000000.log")
-    for at in range(2 * (RECORD.itemsize + 8)):
+    for position in range(2 * (RECORD.itemsize + 8)):
         for bit in range(8):
-            files.open(name).write_at(at, bytes([content[at] ^ 1 << bit]))
-            assert not is_whole(files, 0, 2), (at, bit)
-            files.open(name).write_at(at, content[at : at + 1])
+            files.open(name).write_at(position, bytes([content[position] ^ 1 << bit]))
+            assert not is_whole(files, 0, 2), (position, bit)
+            files.open(name).write_at(position, content[position : position + 1])
     assert is_whole(files, 0, 2)
 
 
@@ -314,15 +316,15 @@ def test_append_on_a_full_disk_adds_all_records_or_none(call: int) -> None:
     log = open_log(files)
     log.append(records([1, 2]))
     files.fail_at(files.calls + call, OverLimit("disk full"), forever=True)
-    fresh = list(range(3, 33))
+    new_values = list(range(3, 33))
     try:
-        log.append(records(fresh))
-        assert values_of(log) == [1, 2, *fresh]
+        log.append(records(new_values))
+        assert values_of(log) == [1, 2, *new_values]
     except OverLimit:
         assert values_of(log) == [1, 2]
         files.heal()
-        log.append(records(fresh))
-        assert values_of(log) == [1, 2, *fresh]
+        log.append(records(new_values))
+        assert values_of(log) == [1, 2, *new_values]
 
 
 def test_unused_log_makes_no_folder() -> None:

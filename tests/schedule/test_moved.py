@@ -70,10 +70,11 @@ STEPS = st.lists(
 def test_any_history_leaves_the_entries_of_a_dict(
     steps: list[tuple[str, Any]], maxima: tuple[int, int]
 ) -> None:
+    recent_max, merged_rows_max = maxima
     moved, entries, now_ms, version = Moved(), dict[int, tuple[int, int, int]](), 0, 1_000
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(outcomes, "RECENT_MAX", maxima[0])
-        patched.setattr(outcomes, "MERGED_ROWS_MAX", maxima[1])
+        patched.setattr(outcomes, "RECENT_MAX", recent_max)
+        patched.setattr(outcomes, "MERGED_ROWS_MAX", merged_rows_max)
         patched.setattr(outcomes, "PART_ROWS", 12)
         patched.setattr(outcomes, "SAMPLE_ROWS", 3)
         for step, value in steps:
@@ -97,11 +98,12 @@ def test_any_history_leaves_the_entries_of_a_dict(
             newest = [entries[number][:2] if number in entries else None for number in range(62)]
             assert [moved.newest(number) for number in range(62)] == newest
             due_ms, versions = moved.newest_of(np.full(62, -5), np.arange(62))
-            found = zip(due_ms.tolist(), versions.tolist(), strict=True)
-            assert list(found) == [one or (-5, number) for number, one in enumerate(newest)]
+            pairs = zip(due_ms.tolist(), versions.tolist(), strict=True)
+            assert list(pairs) == [pair or (-5, number) for number, pair in enumerate(newest)]
             due_times = [entries[number][0] for number in range(10, 30) if number in entries]
             assert moved.last_due_ms(10, 20) == max(due_times, default=0)
-            assert all(0 < len(run) <= maxima[1] or len(run) <= maxima[0] + 41 for run in moved._runs)
+            # A run is within the limit of a merge, or contains the recent moves of one fold: one `add` has up to 40.
+            assert all(0 < len(run) <= merged_rows_max or len(run) <= recent_max + 41 for run in moved._runs)
 
 
 def test_messages_that_are_moved_again_and_again_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:

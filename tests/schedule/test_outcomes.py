@@ -27,6 +27,7 @@ UNTIL_CAUGHT = hypothesis.settings(
 )  # fmt: skip
 # Few instants, so that scheduled messages share one and the mark passes many.
 DUES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+AFTER_ALL_MS = 13  # later than all `DUES`
 CHOICE = st.integers(0, 1 << 16)
 BEGINNING = -(1 << 62)
 NONE = np.empty(0, np.int64)
@@ -48,12 +49,12 @@ class Machine(RuleBasedStateMachine):
         self.next_seq = 1
         self.state: dict[Pair, str] = {}
         self.flights: list[list[Pair]] = []
-        self.sent: list[int] = []  # instants of all that was ever released
+        self.released_ms: list[int] = []  # the due times of all messages that were released
 
-    def those(self, *states: str) -> list[Pair]:
+    def pairs_in(self, *states: str) -> list[Pair]:
         return sorted(pair for pair, state in self.state.items() if state in states)
 
-    # -- scheduled messages come -------------------------------------------------------------------------------------
+    # -- messages are added -----------------------------------------------------------------------------------------
 
     @rule(due_times=DUES)
     def admit(self, due_times: list[int]) -> None:
@@ -62,7 +63,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(due_times=DUES, marks=st.booleans())
     def attach(self, due_times: list[int], marks: bool) -> None:
-        """Numbers are set aside, and the mark may move before their scheduled messages come."""
+        """Numbers are reserved, and the mark may move before the messages with these numbers are added."""
         first_seq = self.next_seq
         self.next_seq += len(due_times)
         if marks:
@@ -70,11 +71,11 @@ class Machine(RuleBasedStateMachine):
         self.outcomes.exclude_from_mark([(first_seq, len(due_times))])
         self.state.update({(due, first_seq + i): "waits" for i, due in enumerate(due_times)})
 
-    # -- and go --------------------------------------------------------------------------------------------
+    # -- released or cancelled -----------------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 6))
     def hand_out(self, count: int) -> None:
-        flight = self.those("waits")[:count]
+        flight = self.pairs_in("waits")[:count]
         if flight:
             due_ms, seq = columns(flight)
             self.outcomes.hand_out(due_ms, seq, due_ms)
@@ -89,7 +90,9 @@ class Machine(RuleBasedStateMachine):
             done, left = flight[:count], flight[count:]
             is_missed = [bool((missed or 0) >> i & 1) for i in range(len(done))]
             self.outcomes.released(columns(done)[1], None if missed is None else np.array(is_missed))
-            self.sent += [due for (due, _), cancelled in zip(done, is_missed, strict=True) if not cancelled]
+            self.released_ms += [
+                due for (due, _), cancelled in zip(done, is_missed, strict=True) if not cancelled
+            ]
             self.state.update(
                 {
                     pair: "cancelled" if cancelled else "released"
@@ -101,23 +104,25 @@ class Machine(RuleBasedStateMachine):
 
     @rule(choice=CHOICE)
     def cancel(self, choice: int) -> None:
-        chosen = [pair for i, pair in enumerate(sorted(self.state)) if choice >> i & 1]
-        answers = self.outcomes.cancel(*columns(chosen)).tolist()
-        assert answers == [self.state[pair] == "waits" for pair in chosen]
-        self.state.update({pair: "cancelled" for pair, was in zip(chosen, answers, strict=True) if was})
+        pairs = [pair for i, pair in enumerate(sorted(self.state)) if choice >> i & 1]
+        answers = self.outcomes.cancel(*columns(pairs)).tolist()
+        assert answers == [self.state[pair] == "waits" for pair in pairs]
+        self.state.update(
+            {pair: "cancelled" for pair, is_cancelled in zip(pairs, answers, strict=True) if is_cancelled}
+        )
 
-    # -- and are forgotten ---------------------------------------------------------------------------------
+    # -- the mark and restarts ----------------------------------------------------------------------------
 
     @rule(less=st.integers(0, 3))
     def let_the_mark_move(self, less: int) -> None:
         self.move_mark(less)
 
     def move_mark(self, less: int) -> None:
-        open_ = self.those("waits", "in flight")
-        before_ms = (open_[0][0] if open_ else 13) - less
+        unsettled = self.pairs_in("waits", "in flight")
+        before_ms = (unsettled[0][0] if unsettled else AFTER_ALL_MS) - less
         self.outcomes.move_mark(before_ms, self.next_seq)
-        if before_ms >= 13:
-            assert len(self.outcomes) == 0, "all is covered, so nothing is held"
+        if before_ms >= AFTER_ALL_MS:
+            assert len(self.outcomes) == 0, "the mark covers all messages, so no pair is needed"
 
     @rule()
     def restart(self) -> None:
@@ -131,29 +136,29 @@ class Machine(RuleBasedStateMachine):
     # -- what holds between any two steps ------------------------------------------------------------------
 
     @invariant()
-    def knows_what_is_settled(self) -> None:
+    def is_settled_agrees_with_the_model(self) -> None:
         pairs = sorted(self.state)
         answers = self.outcomes.is_settled(*columns(pairs)).tolist()
         wanted = [self.state[pair] in ("released", "cancelled") for pair in pairs]
         assert answers == wanted, [p for p, a, w in zip(pairs, answers, wanted, strict=True) if a != w]
 
     @invariant()
-    def never_calls_cancelled_what_was_not(self) -> None:
+    def only_cancelled_messages_were_cancelled(self) -> None:
         pairs = sorted(self.state)
         was = self.outcomes.was_cancelled(*columns(pairs)).tolist()
         for pair, answer in zip(pairs, was, strict=True):
             assert not answer or self.state[pair] == "cancelled", pair
 
     @invariant()
-    def holds_what_is_in_flight(self) -> None:
-        in_flight = self.those("in flight")
+    def in_flight_agrees_with_the_model(self) -> None:
+        in_flight = self.pairs_in("in flight")
         assert self.outcomes.first_in_flight_ms == (in_flight[0][0] if in_flight else None)
         assert len(in_flight) <= len(self.outcomes) <= len(self.state)
-        assert self.outcomes.cancelled_rows <= len(self.those("cancelled"))
+        assert self.outcomes.cancelled_rows <= len(self.pairs_in("cancelled"))
 
     @invariant()
-    def knows_how_far_it_has_come(self) -> None:
-        assert self.outcomes.cursor == ReleaseCursor().after(np.array(self.sent, np.int64))
+    def cursor_counts_all_releases(self) -> None:
+        assert self.outcomes.cursor == ReleaseCursor().after(np.array(self.released_ms, np.int64))
 
 
 def run(new: type[Outcomes], settings: hypothesis.settings) -> None:

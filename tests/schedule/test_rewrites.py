@@ -33,6 +33,7 @@ class NoteRecorder(HourLog):
 
 
 def opened(due_times: list[int], seq: Int64Array) -> Opened:
+    """Build messages that must be rewritten, in the rows `seq`. The note of each is ten times its number."""
     return Opened(np.array(due_times), seq, seq, seq * 10, np.ones(len(seq), np.bool_))
 
 
@@ -49,7 +50,8 @@ class Stage(World):
             on_change=lambda: None, on_failure=self.failures.append,
         )  # fmt: skip
 
-    def begin(self, due_times: list[int]) -> Int64Array:
+    def add_to_rewrites(self, due_times: list[int]) -> Int64Array:
+        """Append scheduled messages and queue them for a rewrite. Returns their numbers."""
         seqs = np.array(self.admit(due_times), dtype=np.int64)
 
         async def add() -> None:
@@ -59,6 +61,8 @@ class Stage(World):
         return seqs
 
     def take(self, limit: int = 100) -> list[int]:  # type: ignore[override]
+        """Take the rows of the next rewrite when they are read. Returns the numbers of their messages."""
+
         async def take() -> pa.RecordBatch | None:
             while self.rewrites.is_loading:
                 self.reader_thread.step()
@@ -82,7 +86,7 @@ def stage() -> Iterator[Stage]:
 
 def test_durable_messages_come_back_with_their_old_rows_and_notes(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
-    first, second = stage.begin([far_ms, far_ms + 1]), stage.begin([far_ms + 2])
+    first, second = stage.add_to_rewrites([far_ms, far_ms + 1]), stage.add_to_rewrites([far_ms + 2])
     assert stage.take() == first.tolist()
     assert stage.take() == second.tolist()
     assert stage.take() == []
@@ -101,7 +105,7 @@ def test_durable_messages_come_back_with_their_old_rows_and_notes(stage: Stage) 
 
 
 def test_old_row_is_needed_until_the_new_one_is_durable(stage: Stage) -> None:
-    seqs = stage.begin([stage.now_ms + 1_000_000] * 2)
+    seqs = stage.add_to_rewrites([stage.now_ms + 1_000_000] * 2)
     assert stage.rewrites.needed_seq() == seqs[0]
     stage.take(1)
     assert stage.rewrites.needed_seq() == seqs[0]
@@ -111,7 +115,7 @@ def test_old_row_is_needed_until_the_new_one_is_durable(stage: Stage) -> None:
 
 def test_message_settled_before_its_rewrite_is_skipped(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
-    seqs = stage.begin([far_ms] * 4)
+    seqs = stage.add_to_rewrites([far_ms] * 4)
     stage.outcomes.cancel(np.array([far_ms]), seqs[1:2])
     assert stage.take(1) == [seqs[0]]
     stage.outcomes.cancel(np.array([far_ms]), seqs[2:3])
@@ -123,8 +127,8 @@ def test_message_settled_before_its_rewrite_is_skipped(stage: Stage) -> None:
 
 def test_message_settled_during_its_rewrite_delays_no_other(stage: Stage) -> None:
     due_times = [stage.now_ms + ms for ms in (300, 100, 200, 100)]
-    seqs = stage.begin(due_times)
-    later = stage.begin([stage.now_ms + 250])
+    seqs = stage.add_to_rewrites(due_times)
+    later = stage.add_to_rewrites([stage.now_ms + 250])
     first_due_ms = stage.rewrites.first_due_ms
     assert first_due_ms() == due_times[1]
     stage.outcomes.cancel(np.array([due_times[1]]), seqs[1:2])
@@ -141,7 +145,7 @@ def test_message_settled_during_its_rewrite_delays_no_other(stage: Stage) -> Non
 def test_batch_whose_messages_are_all_settled_is_skipped(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
     stage.reader_thread.is_open = False
-    first, second = stage.begin([far_ms]), stage.begin([far_ms] * 2)
+    first, second = stage.add_to_rewrites([far_ms]), stage.add_to_rewrites([far_ms] * 2)
     stage.outcomes.cancel(np.full(2, far_ms), second)
     stage.reader_thread.is_open = True
     assert stage.take() == first.tolist()
@@ -151,7 +155,7 @@ def test_batch_whose_messages_are_all_settled_is_skipped(stage: Stage) -> None:
 def test_memory_is_bounded_by_chunks() -> None:
     stage = Stage(chunk_bytes=2_000)
     try:
-        seqs = stage.begin([stage.now_ms + 1_000_000] * 200)
+        seqs = stage.add_to_rewrites([stage.now_ms + 1_000_000] * 200)
         taken: list[int] = []
         rows_max = 0
         while len(taken) < len(seqs):
@@ -185,7 +189,7 @@ def test_taking_rows_at_each_loop_iteration_gets_all() -> None:
 
 
 def test_rows_durable_in_another_order_are_refused(stage: Stage) -> None:
-    seqs = stage.begin([stage.now_ms + 1_000_000] * 2)
+    seqs = stage.add_to_rewrites([stage.now_ms + 1_000_000] * 2)
     stage.take()
     with pytest.raises(AssertionError, match="order"):
         stage.rewrites.rewritten(seqs[1:])

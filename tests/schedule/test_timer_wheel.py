@@ -42,7 +42,7 @@ def wheel_of(world: World) -> TimerWheel:
     return world.backlog
 
 
-def needed_by(world: World) -> int | None:
+def needed_seq(world: World) -> int | None:
     return wheel_of(world).needed_seq(world.strategy.settled_ms)
 
 
@@ -94,12 +94,12 @@ def test_roll_happens_long_before_the_due_time(minute: World) -> None:
         minute.advance(upcoming - minute.now_ms)
         before = dict(minute.model.at)
         minute.drain()
-        moved = [seq for seq, at in minute.model.at.items() if at != before[seq]]
-        margins += [minute.model.due_of(seq) - minute.now_ms for seq in moved]
+        rolled_seqs = [seq for seq, row_seq in minute.model.at.items() if row_seq != before[seq]]
+        margins += [minute.model.due_of(seq) - minute.now_ms for seq in rolled_seqs]
     assert margins and min(margins) >= 20_000, "a third of the ring"
 
 
-# -- the latch
+# -- `low`, the first slot that a restart reads
 
 
 def test_low_passes_a_slot_when_all_its_releases_are_durable(world: World) -> None:
@@ -132,10 +132,10 @@ def test_low_passes_a_slot_when_its_rolls_are_durable(minute: World) -> None:
     minute.advance(AHEAD_MS)
     minute.take()
     minute.settle()
-    for landed in (1, 2):
+    for rows in (1, 2):
         minute.save()
         assert wheel._low == slot
-        minute.finish_part_of_rewrite(landed)
+        minute.finish_part_of_rewrite(rows)
     minute.save()
     assert wheel._low > slot
     minute.restart()
@@ -189,7 +189,7 @@ def test_entries_of_passed_slots_are_not_marked(minute: World) -> None:
     minute.advance(2 * AHEAD_MS)
     minute.drain()
     assert wheel_of(minute)._rolled
-    needed_by(minute)
+    needed_seq(minute)
     assert not wheel_of(minute)._rolled
 
 
@@ -208,7 +208,7 @@ def test_late_roll_keeps_low_at_its_slot(minute: World) -> None:
     minute.save()
     minute.restart(power_cut=3)
     assert minute.drain() == []
-    assert needed_by(minute) is None
+    assert needed_seq(minute) is None
 
 
 # -- restarts
@@ -233,7 +233,7 @@ def test_ring_entries_after_the_checkpoint_are_ignored_by_a_restart(seed: int) -
 
 @pytest.mark.parametrize("turns", [1.5, 3, 500])
 def test_restart_after_longer_than_the_ring_releases_all_messages(minute: World, turns: float) -> None:
-    """Overdue messages are only late, and others are on time."""
+    """Overdue messages are handed out at the start, all others at their due times."""
     minute.drain()
     now_ms = minute.now_ms
     due_times = [now_ms + round(ms) for ms in np.geomspace(20_000, 600 * MINUTE_MS, 60)]
@@ -255,14 +255,14 @@ def test_many_messages_are_opened_in_steps(world: World, monkeypatch: pytest.Mon
     world.save()
     world.advance(DAY_MS)
     world.restart()
-    held = 0
+    index_rows_max = 0
     taken: list[int] = []
     while len(taken) < len(seqs):
         taken += [seq for _, seq in world.take(20) or []]
         world.settle()
-        held = max(held, world.strategy.loaded.index_rows)
+        index_rows_max = max(index_rows_max, world.strategy.loaded.index_rows)
     assert taken == seqs
-    assert held <= 110, "one step has no bodies yet when the next one is opened"
+    assert index_rows_max <= 110, "one step has no bodies yet when the next one is opened"
 
 
 def test_damaged_link_stops_the_broker(world: World) -> None:
@@ -280,7 +280,7 @@ def test_damaged_link_stops_the_broker(world: World) -> None:
 # -- flow control
 
 
-def refused(world: World, due_times: list[int]) -> bool:
+def is_refused(world: World, due_times: list[int]) -> bool:
     try:
         wheel_of(world).check_capacity(np.array(due_times, dtype=np.int64))
     except OverLimit:
@@ -293,19 +293,21 @@ def test_slot_accepts_messages_up_to_its_limit() -> None:
     world = open_world(congest_rows=100)
     world.drain()
     begin_ms = DEFAULT.begin_ms(DEFAULT.slot_at(world.now_ms) + 60)
-    assert not refused(world, [begin_ms + n % 1_000 for n in range(100)])
-    assert refused(world, [begin_ms + n % 1_000 for n in range(101)])
+    assert not is_refused(world, [begin_ms + n % 1_000 for n in range(100)])
+    assert is_refused(world, [begin_ms + n % 1_000 for n in range(101)])
     for n in range(100):
-        assert not refused(world, [begin_ms + n])
+        assert not is_refused(world, [begin_ms + n])
         world.admit([begin_ms + n])
         if n == 50:
             world.save()  # some arrivals are in the files, others in memory
-    assert refused(world, [begin_ms]) and refused(world, [begin_ms + 999])
-    assert refused(world, [begin_ms - 1, begin_ms + 5_000, begin_ms])
-    assert not refused(world, [begin_ms - 1] * 100 + [begin_ms + 1_000] * 100), "its neighbours are not full"
-    assert not refused(world, [])
+    assert is_refused(world, [begin_ms]) and is_refused(world, [begin_ms + 999])
+    assert is_refused(world, [begin_ms - 1, begin_ms + 5_000, begin_ms])
+    assert not is_refused(world, [begin_ms - 1] * 100 + [begin_ms + 1_000] * 100), (
+        "its neighbours are not full"
+    )
+    assert not is_refused(world, [])
     world.restart()
-    assert refused(world, [begin_ms])
+    assert is_refused(world, [begin_ms])
     world.close()
 
 
@@ -327,26 +329,26 @@ def test_late_and_far_messages_are_not_refused() -> None:
     world = open_world(MINUTE, congest_rows=2)
     world.drain()
     world.admit([world.now_ms - 1] * 5 + [world.now_ms + DAY_MS] * 5)
-    assert not refused(world, [world.now_ms - 1] * 5 + [world.now_ms + DAY_MS] * 5)
+    assert not is_refused(world, [world.now_ms - 1] * 5 + [world.now_ms + DAY_MS] * 5)
     world.close()
 
 
 def test_without_a_limit_no_message_is_refused(world: World) -> None:
     world.admit([world.now_ms + MINUTE_MS] * 5_000)
-    assert not refused(world, [world.now_ms + MINUTE_MS] * 5_000)
+    assert not is_refused(world, [world.now_ms + MINUTE_MS] * 5_000)
 
 
-# -- memory, and what people see
+# -- memory and statistics
 
 
 def test_memory_does_not_grow_with_pending_messages(world: World) -> None:
     world.drain()
-    held = []
+    memory_rows = []
     for day in range(1, 6):
         world.admit([world.now_ms + day * DAY_MS // 2 + 17 * n for n in range(5_000)])
         world.save()
-        held.append(world.memory())
-    assert held == [0] * 5
+        memory_rows.append(world.memory())
+    assert memory_rows == [0] * 5
     assert wheel_of(world).statistics()["waiting_rows"] == 25_000
     world.restart()
     assert world.memory() == 0
@@ -356,19 +358,19 @@ def test_memory_does_not_grow_with_pending_messages(world: World) -> None:
 
 
 def test_needed_seq_covers_rows_of_pending_messages(minute: World) -> None:
-    assert needed_by(minute) is None
+    assert needed_seq(minute) is None
     seqs = minute.admit([minute.now_ms + 5_000, minute.now_ms + 10 * MINUTE_MS])
-    assert needed_by(minute) == seqs[0]
+    assert needed_seq(minute) == seqs[0]
     minute.advance(2 * MINUTE_MS)
     minute.drain()
     minute.release()
     minute.save()
-    needed = needed_by(minute)
-    assert needed is not None and needed > seqs[1], "it has been rolled"
+    oldest_row = needed_seq(minute)
+    assert oldest_row is not None and oldest_row > seqs[1], "it has been rolled"
     minute.advance(10 * MINUTE_MS)
     minute.drain()
     minute.release()
-    assert needed_by(minute) is None
+    assert needed_seq(minute) is None
 
 
 def test_statistics_count_messages_and_slots(minute: World) -> None:
@@ -395,7 +397,7 @@ def test_arrivals_wait_in_memory_and_are_saved_with_the_next_checkpoint(world: W
     world.save()
     assert wheel_of(world).arrival_rows == 0
     world.admit([world.now_ms + DAY_MS] * 8)
-    assert wheel_of(world).arrival_rows == 0, "that is a batch"
+    assert wheel_of(world).arrival_rows == 0, "8 arrivals are a batch, which is written at once"
 
 
 def test_new_generation_removes_the_old_one_and_differs_from_it(world: World) -> None:
@@ -418,12 +420,12 @@ def test_state_with_other_ring_dimensions_is_refused(world: World) -> None:
         check(world.files, MINUTE, state)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_each_start_makes_an_empty_ring(world: World, kept: bool) -> None:
+@pytest.mark.parametrize("ring_exists", [True, False])
+def test_each_start_makes_an_empty_ring(world: World, ring_exists: bool) -> None:
     """The ring's file is ignored, whether it exists or not."""
     seqs = world.admit([world.now_ms + MINUTE_MS + 1_000 * n for n in range(20)])
     world.save()
-    if not kept:
+    if not ring_exists:
         world.files.remove("timer_wheel/ring")
     world.restart()
     assert [seq for _, seq in release_all_pending(world)] == seqs

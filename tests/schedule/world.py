@@ -4,7 +4,7 @@
 from checkpoints, and compares every result with `stage.Model`. Any difference is an AssertionError. It takes the same
 steps in the same order as the broker, without its edges.
 
-Handed-out messages and rewrites stay in memory until the test makes them durable (`release`, `land`). With
+Handed-out messages and rewrites stay in memory until the test makes them durable (`release`, `finish_rewrites`). With
 `restart(unreported=True)` the disk has made them durable, but the broker stops before it is notified.
 """
 
@@ -45,11 +45,11 @@ from timeball.table.attachment import Attachment
 
 T = TypeVar("T")
 
-TURNS_MAX = 100_000  # of the loop; a strategy that is not quiet after so many never will be
+TURNS_MAX = 100_000  # iterations of the loop after which a strategy must be idle
 SEGMENT_BYTES = 32 * 1024  # some tens of frames
 ALL = 1_000_000
-CHECKPOINT = "checkpoint"  # which of `World.ever_saved` it is; what is in it stays in memory
-IDLE_CALLS_MAX = 3  # calls in a row, at one instant, that hand out nothing: room may have to be made first
+CHECKPOINT = "checkpoint"  # this file contains an index of `World.ever_saved`, which has the content
+IDLE_CALLS_MAX = 3  # calls in a row that may hand out nothing at one time, for example to free memory first
 
 
 class World(Attaching):

@@ -639,6 +639,6 @@ AT_AN_EDGE: list[tuple[type, type[HourLogRig], str, dict[str, Any]]] = [
     (StaysWhereItWas, CascadeRig, RESTART, ROWS_NOT_REPORTED),
     (ForgetsTheNear, CascadeRig, RESTARTS, {}),
     (ForgetsWhatCame, CascadeRig, "test_restart_releases_a_message_that_came_too_late", {}),
-    (AttachesInAnOpening, HourLogRig, "test_files_are_rewritten_in_the_middle_of_an_opening", {}),
+    (AttachesInAnOpening, HourLogRig, "test_rewrite_attached_during_an_opening_opens_no_message_again", {}),
     (TrustsTheWheel, LevelsRig, "test_wall_clock_step_back_releases_no_near_message_early", {}),
 ]

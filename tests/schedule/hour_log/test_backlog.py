@@ -111,7 +111,7 @@ def test_cursor_equals_that_of_all_release_rows() -> None:
 
 
 @pytest.mark.parametrize("wrong", [SavedOnly, CountsTwice])
-def test_wrong_tick_is_caught(wrong: type[CursorRig]) -> None:
+def test_wrong_cursor_is_caught(wrong: type[CursorRig]) -> None:
     with pytest.raises(AssertionError) as caught:
         run_cursor_machine(wrong, UNTIL_CAUGHT)
     assert caught.traceback[-1].name == "cursor_counts_all_releases"
@@ -198,28 +198,28 @@ def test_start_after_a_pause_releases_overdue_messages_at_once_and_in_order(
 
 
 def restart_with_clock_behind(world: World, ahead_ms: int) -> tuple[int, list[int]]:
-    """Restart on a node whose clock is `ahead_ms` behind. Returns the tick's time and the pending due times."""
-    sent_ms = world.now_ms
-    world.admit([sent_ms - 10, sent_ms - 10, sent_ms])
-    pending = [sent_ms + 1, sent_ms + AHEAD_MS // 2, sent_ms + AHEAD_MS + 500, sent_ms + 3 * DAY]
+    """Restart on a node whose clock is `ahead_ms` behind. Returns the time before and the pending due times."""
+    begin_ms = world.now_ms
+    world.admit([begin_ms - 10, begin_ms - 10, begin_ms])
+    pending = [begin_ms + 1, begin_ms + AHEAD_MS // 2, begin_ms + AHEAD_MS + 500, begin_ms + 3 * DAY]
     world.admit(pending)
     assert len(world.drain()) == 3
     world.release()
     world.save()
     world.manual.step_wall(-ahead_ms)
     world.restart()
-    assert world.now_ms == sent_ms - ahead_ms
-    return sent_ms, pending
+    assert world.now_ms == begin_ms - ahead_ms
+    return begin_ms, pending
 
 
 @pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
 def test_start_with_a_cursor_ahead_of_the_clock_repeats_no_release(world: World, ahead_ms: int) -> None:
-    sent_ms, pending = restart_with_clock_behind(world, ahead_ms)
+    begin_ms, pending = restart_with_clock_behind(world, ahead_ms)
     cursor = cursor_of(world)
     assert cursor.tick_ms > world.now_ms - 1_000
     assert world.drain() == [], "no message is repeated or early"
     world.check_sleep()
-    world.advance(sent_ms - world.now_ms)
+    world.advance(begin_ms - world.now_ms)
     assert world.drain() == [], "no release is repeated"
     assert cursor_of(world) == cursor
     assert [due for due, _ in sleep_through(world)] == pending
@@ -229,15 +229,15 @@ def test_start_with_a_cursor_ahead_of_the_clock_repeats_no_release(world: World,
 def test_with_a_cursor_ahead_of_the_clock_new_messages_are_released_on_time(
     world: World, ahead_ms: int
 ) -> None:
-    sent_ms, pending = restart_with_clock_behind(world, ahead_ms)
+    begin_ms, pending = restart_with_clock_behind(world, ahead_ms)
     cursor = cursor_of(world)
-    between = [world.now_ms, world.now_ms + 1, sent_ms - ahead_ms // 3, sent_ms - 1]
-    world.admit([*between, sent_ms + 2 * DAY])
-    released = [due for due, _ in sleep_through_to(world, sent_ms)]
-    assert released == between
+    new_due_times = [world.now_ms, world.now_ms + 1, begin_ms - ahead_ms // 3, begin_ms - 1]
+    world.admit([*new_due_times, begin_ms + 2 * DAY])
+    released = [due for due, _ in sleep_through_to(world, begin_ms)]
+    assert released == new_due_times
     world.release()
     assert cursor_of(world).tick_ms == cursor.tick_ms, "the cursor does not move back"
-    assert [due for due, _ in sleep_through(world)] == sorted([*pending, sent_ms + 2 * DAY])
+    assert [due for due, _ in sleep_through(world)] == sorted([*pending, begin_ms + 2 * DAY])
 
 
 def sleep_through_to(world: World, until_ms: int) -> list[tuple[int, int]]:
@@ -341,7 +341,7 @@ def test_look_ups_leave_no_file_open(world: World) -> None:
 
 
 def test_without_closing_all_files_would_be_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the three tests above."""
+    """The control of the tests of open files above."""
     monkeypatch.setattr(hour_log, "OPEN_MS", 400 * DAY)
     attach_hourly_files(world, 40)
     world.advance(50 * HOUR)

@@ -71,13 +71,15 @@ def test_message_is_placed_by_its_due_time_and_list(
 
 
 @given(scheduled_rows=st.lists(SCHEDULED_ROWS, min_size=1, max_size=20), lead_ms=LEADS)
-def test_fitting_list_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
+def test_list_is_kept_if_it_fits_and_planned_anew_otherwise(
+    scheduled_rows: list[tuple[int, int, int]], lead_ms: int
+) -> None:
     due, hops = columns(scheduled_rows)
     lists = fitting_lists(due, hops, NOW)
     level = first_level(hops)
-    kept = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)
-    assert np.array_equal(lists[kept], hops[kept])
-    assert np.array_equal(lists[~kept], plan(due - NOW)[~kept])
+    fits = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)
+    assert np.array_equal(lists[fits], hops[fits])
+    assert np.array_equal(lists[~fits], plan(due - NOW)[~fits])
     far = due - NOW > lead_ms
     assert np.array_equal(place(due, hops, NOW, lead_ms).left[far], levels_after_first(lists)[far])
 
@@ -139,6 +141,7 @@ TWO = {"h": {4, 6, 8}, "m": set[int](), "s": {2, 4, 6, 8}}
 
 
 def unpacked(hops: int) -> list[int]:
+    """List the levels of a packed list: six bits each, the first level lowest."""
     levels = []
     while hops:
         levels.append(hops & 63)
@@ -147,6 +150,7 @@ def unpacked(hops: int) -> list[int]:
 
 
 def names(remaining_ms: int) -> list[str]:
+    """List the names of the levels into which `plan` splits a time."""
     return [NAMES[level - 1] for level in unpacked(int(plan(np.array([remaining_ms]))[0]))]
 
 

@@ -24,7 +24,7 @@ def rows_of(queue: HopQueue) -> int:
     return queue.unopened_rows + queue.opened_rows
 
 
-def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
+def none_settled(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
     return np.zeros(len(seq), dtype=np.bool_)
 
 
@@ -43,9 +43,9 @@ def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
         file.sync()
     if state.end:
         files.sync_dir(queue.log.folder)
-    fresh = files.crash(1)
-    mapped_log.check_generation(fresh, FOLDER, [state.bounds()])
-    return HopQueue(fresh, FOLDER, queue.number, state)
+    surviving = files.crash(1)
+    mapped_log.check_generation(surviving, FOLDER, [state.bounds()])
+    return HopQueue(surviving, FOLDER, queue.number, state)
 
 
 def test_entries_whose_hops_are_over_are_taken_in_order() -> None:
@@ -93,7 +93,7 @@ def test_entries_out_of_log_order_keep_their_rows_needed() -> None:
     queue.keep_opened(queue.take_due(100, 10))
     assert queue.first_row_seq == 3
     queue.keep_opened(queue.take_due(100, 10))
-    queue.advance(nothing, np.array([3, 4]))
+    queue.advance(none_settled, np.array([3, 4]))
     assert queue.first_row_seq == 50
 
 
@@ -105,7 +105,7 @@ def test_low_stays_at_the_oldest_unsettled_entry() -> None:
     assert (queue.low, rows_of(queue), queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
     queue.advance(lambda due, seq: seq == 1, NONE)
     assert (queue.low, rows_of(queue), queue.state().gone) == (3, 1, [])
-    queue.advance(nothing, np.array([4]))
+    queue.advance(none_settled, np.array([4]))
     state = queue.state()
     assert (queue.low, rows_of(queue), state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
 
@@ -135,7 +135,7 @@ def test_restart_finds_opened_entries_but_no_superseded_ones() -> None:
     queue.append(records(50, [5]))
     queue.keep_opened(queue.take_due(100, 10))
     queue.keep_opened(queue.take_due(100, 10))
-    queue.advance(nothing, np.array([2, 3]))
+    queue.advance(none_settled, np.array([2, 3]))
     queue = save(files, queue)
     queue.append(records(100, [6]))
     assert rows_of(queue) == 4
@@ -146,18 +146,18 @@ def test_entries_after_the_saved_end_are_cut() -> None:
     files = CrashFiles()
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1]))
-    again = save(files, queue)
+    reopened = save(files, queue)
     queue.append(records(100, [2]))
-    assert again.take_due(FAR, 10).seq.tolist() == [1]
-    again.append(records(100, [3]))
-    assert again.take_due(FAR, 10).seq.tolist() == [3]
+    assert reopened.take_due(FAR, 10).seq.tolist() == [1]
+    reopened.append(records(100, [3]))
+    assert reopened.take_due(FAR, 10).seq.tolist() == [3]
 
 
 def test_superseded_entries_are_found_once() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
     queue.keep_opened(queue.take_due(100, 2))
-    queue.advance(nothing, np.array([2]))
+    queue.advance(none_settled, np.array([2]))
     indexes, end = queue.find_entries(np.array([2, 3, 9]), queue.low)
     assert (indexes.tolist(), end) == ([2], 4)
     queue.mark_superseded(indexes)
@@ -196,21 +196,21 @@ def test_each_message_is_taken_once_in_random_steps(steps: list[tuple[str, int, 
     """The model tracks unopened, opened and done messages. A rewritten message gets the row 1000 + number."""
     files = CrashFiles()
     queue = HopQueue(files, FOLDER, 2)
-    waiting: dict[int, int] = {}
-    held: set[int] = set()
+    waiting: dict[int, int] = {}  # number -> hop end
+    opened: set[int] = set()
     settled: set[int] = set()
-    made = 0
+    last_seq = 0
 
     def is_settled(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         return np.isin(seq, list(settled))
 
-    for what, first, count in steps:
-        if what == "append":
-            seqs = list(range(made + 1, made + count + 1))
-            made += count
+    for step, first, count in steps:
+        if step == "append":
+            seqs = list(range(last_seq + 1, last_seq + count + 1))
+            last_seq += count
             queue.append(records(first, seqs, row_seqs=[1_000 + seq for seq in seqs]))
             waiting |= dict.fromkeys(seqs, first)
-        elif what == "take" and queue.head_ms is not None:
+        elif step == "take" and queue.head_ms is not None:
             assert queue.head_ms == min(waiting.values())
             entries = queue.take_due(first, count)
             taken = set(entries.seq.tolist())
@@ -219,31 +219,33 @@ def test_each_message_is_taken_once_in_random_steps(steps: list[tuple[str, int, 
             if not taken:
                 assert min(waiting.values()) > first
             queue.keep_opened(entries.part(~is_settled(entries.due_ms, entries.seq)))
-            held |= taken - settled
-        elif what == "settle":
-            settled |= held & set(range(first, first + count))
-            held -= settled
-        elif what == "move":
-            moved = held & set(range(first, first + count))
-            held -= moved
+            opened |= taken - settled
+        elif step == "settle":
+            settled |= opened & set(range(first, first + count))
+            opened -= settled
+        elif step == "move":
+            moved = opened & set(range(first, first + count))
+            opened -= moved
             queue.advance(is_settled, np.array([1_000 + seq for seq in sorted(moved)], dtype=np.int64))
-            assert rows_of(queue) == len(waiting) + len(held)
-            assert queue.first_row_seq == min((1_000 + seq for seq in (*waiting, *held)), default=None)
+            assert rows_of(queue) == len(waiting) + len(opened)
+            assert queue.first_row_seq == min((1_000 + seq for seq in (*waiting, *opened)), default=None)
         else:
             queue.advance(is_settled, NONE)
             queue = save(files, queue)
             files = queue.log._files  # type: ignore[assignment]
             # Settled entries may be returned. The caller skips them.
-            found = {seq for seq in range(1, made + 1) if seq in waiting or seq in held or seq in settled}
-            ends = {seq: waiting.get(seq) for seq in found}
+            unread = {
+                seq for seq in range(1, last_seq + 1) if seq in waiting or seq in opened or seq in settled
+            }
+            saved_seqs = set(unread)
             waiting = {}
-            held = set()
+            opened = set()
             while queue.head_ms is not None:
                 entries = queue.take_due(FAR, 1 << 20)
                 taken = set(entries.seq.tolist())
-                assert len(taken) == len(entries) and taken <= found
-                found -= taken
+                assert len(taken) == len(entries) and taken <= unread
+                unread -= taken
                 queue.keep_opened(entries.part(~is_settled(entries.due_ms, entries.seq)))
-                held |= taken - settled
-            assert found <= settled, f"lost: {found - settled}"
-            assert set(ends) >= held
+                opened |= taken - settled
+            assert unread <= settled, f"lost: {unread - settled}"
+            assert opened <= saved_seqs

@@ -61,14 +61,14 @@ def test_with_list_adds_one_list_and_keeps_other_properties(
 ) -> None:
     properties = pa.array([text_of(entries, ends=ends) for entries, ends, _ in rows], pa.string())
     hops = np.array([h for _, _, h in rows], dtype=np.int64)
-    dressed = with_list(properties, hops).to_pylist()
-    for (entries, _, left), text in zip(rows, dressed, strict=True):
-        found = [entry.split("\x01", 1) for entry in text.split("\x02") if entry]
+    with_lists = with_list(properties, hops).to_pylist()
+    for (entries, _, left), text in zip(rows, with_lists, strict=True):
+        pairs = [entry.split("\x01", 1) for entry in text.split("\x02") if entry]
         others = [[name, value] for name, value in entries if name != NAME]
-        assert [pair for pair in found if pair[0] != NAME] == others
-        assert [packed(value) for name, value in found if name == NAME] == ([left] if left else [])
-    bare = without_list(properties).to_pylist()
-    for (entries, _, _), text in zip(rows, bare, strict=True):
+        assert [pair for pair in pairs if pair[0] != NAME] == others
+        assert [packed(value) for name, value in pairs if name == NAME] == ([left] if left else [])
+    without_lists = without_list(properties).to_pylist()
+    for (entries, _, _), text in zip(rows, without_lists, strict=True):
         other_properties = [(name, value) for name, value in entries if name != NAME]
         assert text.removesuffix("\x02") == text_of(other_properties, ends=False)
 
@@ -86,10 +86,10 @@ def test_list_is_omitted_if_the_properties_would_be_too_long() -> None:
     full = [
         encode_properties({"k": "v" * (limits.PROPERTIES_BYTES_MAX - 3 - room + more)}) for more in (0, 1)
     ]
-    fits, fits_not = with_list(pa.array(full), np.array([packed("32,19")] * 2)).to_pylist()
-    assert decode_properties(fits)[NAME] == "32,19"
-    assert len(fits.encode()) == limits.PROPERTIES_BYTES_MAX
-    assert fits_not == full[1]
+    longest, too_long = with_list(pa.array(full), np.array([packed("32,19")] * 2)).to_pylist()
+    assert decode_properties(longest)[NAME] == "32,19"
+    assert len(longest.encode()) == limits.PROPERTIES_BYTES_MAX
+    assert too_long == full[1]
 
 
 def rows_of(kinds: list[Kind], due_times: list[int | None], properties: list[str | None]) -> pa.RecordBatch:
@@ -100,19 +100,19 @@ def rows_of(kinds: list[Kind], due_times: list[int | None], properties: list[str
 
 
 def test_only_scheduled_messages_get_a_list() -> None:
-    theirs = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
+    sent_properties = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
     rows = rows_of(
         [Kind.SCHEDULED, Kind.MESSAGE, Kind.SCHEDULED, Kind.CANCEL, Kind.SCHEDULED],
         [NOW + 61_000, None, NOW + 5_000, NOW + 61_000, NOW - 1],
-        [theirs, theirs, theirs, theirs, None],
+        [sent_properties, sent_properties, sent_properties, sent_properties, None],
     )
-    dressed = encode_for_log(rows, NOW)
-    list_texts = [decode_properties(text or "").get(NAME) for text in dressed["properties"].to_pylist()]
+    with_lists = encode_for_log(rows, NOW)
+    list_texts = [decode_properties(text or "").get(NAME) for text in with_lists["properties"].to_pylist()]
     assert list_texts == ["1", "1,1,1", None, "1,1,1", None]
-    assert dressed.schema == rows.schema
+    assert with_lists.schema == rows.schema
     for name in (n for n in rows.schema.names if n != "properties"):
-        assert dressed[name].equals(rows[name]), name
-    kept_properties = decode_properties(dressed["properties"][2].as_py())
+        assert with_lists[name].equals(rows[name]), name
+    kept_properties = decode_properties(with_lists["properties"][2].as_py())
     assert kept_properties == {"TIMING": "08:00:00"}
 
 

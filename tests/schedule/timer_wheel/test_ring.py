@@ -35,11 +35,13 @@ def open_ring(files: CrashFiles | RealFiles, bound: int = START) -> Ring:
 
 
 def push(ring: Ring, *ends: tuple[int, int, int]) -> None:
+    """Push links (slot, link, rows) in the order of their slots."""
     slots, last, rows = (np.array(column, dtype=np.int64) for column in zip(*sorted(ends), strict=True))
     ring.push(slots, last, rows)
 
 
-def listed(heads: tuple[Int64Array, Int64Array]) -> list[tuple[int, int]]:
+def to_pairs(heads: tuple[Int64Array, Int64Array]) -> list[tuple[int, int]]:
+    """Convert two columns to pairs."""
     return list(zip(*(column.tolist() for column in heads), strict=True))
 
 
@@ -72,12 +74,12 @@ class Machine(RuleBasedStateMachine):
         first, to = self.ring.first_used(), self.ring.bound + slots
         heads = self.ring.open(to, rows_max)
         passed = sorted(slot for slot in self.ends if slot < self.ring.bound)
-        assert listed(heads) == [(slot, self.ends[slot][0]) for slot in passed]
+        assert to_pairs(heads) == [(slot, self.ends[slot][0]) for slot in passed]
         rows = sum(self.ends.pop(slot)[1] for slot in passed)
         assert self.ring.bound <= to
         assert rows <= rows_max or len(passed) == 1
         assert self.ring.bound == to or (first is not None and first < self.ring.bound), (
-            "it moves, or is there"
+            "the bound reaches `to`, or stops after a used slot"
         )
 
     @rule()
@@ -87,7 +89,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule(seed=st.none() | st.integers(0, 1_000))
     def crash(self, seed: int | None) -> None:
-        """With the links of the checkpoint it is as it was."""
+        """Rebuild the ring from the links of the checkpoint, which makes it equal to the saved one."""
         assert self.saved is not None
         links_end, ends, bound = self.saved
         self.ring.close()
@@ -144,24 +146,24 @@ def test_slot_overwritten_by_a_later_lap_is_skipped() -> None:
 def test_open_passes_few_rows_but_at_least_one_slot() -> None:
     ring = open_ring(CrashFiles())
     push(ring, *((START + n, n, 10) for n in range(6)))
-    assert listed(ring.open(START + 30, 25)) == [(START, 0), (START + 1, 1)]
+    assert to_pairs(ring.open(START + 30, 25)) == [(START, 0), (START + 1, 1)]
     assert ring.bound == START + 2
-    assert listed(ring.open(START + 30, 3)) == [(START + 2, 2)]
-    assert listed(ring.open(START + 30, 30)) == [(START + n, n) for n in (3, 4, 5)]
+    assert to_pairs(ring.open(START + 30, 3)) == [(START + 2, 2)]
+    assert to_pairs(ring.open(START + 30, 30)) == [(START + n, n) for n in (3, 4, 5)]
     assert ring.bound > START + 5
-    assert listed(ring.open(START + 30, 30)) == []
+    assert to_pairs(ring.open(START + 30, 30)) == []
     assert ring.bound == START + 30
 
 
 def test_unused_slots_are_passed_at_once() -> None:
     ring = open_ring(CrashFiles())
     push(ring, (START + 29, 1, 1))
-    assert listed(ring.open(START + 29, ALL)) == []
+    assert to_pairs(ring.open(START + 29, ALL)) == []
     assert ring.bound == START + 29
-    assert listed(ring.open(START + 1_000_000, ALL)) == [(START + 29, 1)]
-    assert listed(ring.open(START + 1_000_000, ALL)) == []
+    assert to_pairs(ring.open(START + 1_000_000, ALL)) == [(START + 29, 1)]
+    assert to_pairs(ring.open(START + 1_000_000, ALL)) == []
     assert ring.bound == START + 1_000_000
-    assert listed(ring.open(START, ALL)) == []
+    assert to_pairs(ring.open(START, ALL)) == []
     assert ring.bound == START + 1_000_000, "the bound never moves back"
 
 
@@ -266,7 +268,7 @@ def test_due_time_is_within_its_slot(precision_ms: int) -> None:
 
 
 def test_ring_of_three_days_takes_4_mb_at_1_s_and_4_gb_at_1_ms() -> None:
-    """The sizes that ring.py and the settings state."""
+    """The sizes that timer_wheel.py and the settings state."""
     sizes = {p: Slots.of(p, 3 * limits.DAY_MS, AHEAD_MS).count * 16 for p in (1_000, 1)}
     assert 4.1e6 < sizes[1_000] < 4.2e6
     assert 4.1e9 < sizes[1] < 4.2e9

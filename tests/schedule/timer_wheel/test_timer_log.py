@@ -18,7 +18,7 @@ FOLDER = "wheel"
 REACH = 640  # a span ends after ten slots
 
 
-class Chained:
+class ChainedLog:
     """A timer log, with the newest link of each slot as the ring stores it."""
 
     def __init__(self, files: CrashFiles | None = None) -> None:
@@ -37,9 +37,10 @@ class Chained:
         prev = np.array([self.ends.get(slot, -1) for slot in distinct.tolist()])
         last = self.log.append(distinct, rows, prev, Waiting(due[order], seq[order], seq[order] + 100), bound)
         self.ends |= dict(zip(distinct.tolist(), last.tolist(), strict=True))
-        return [int(each) for each in seq]
+        return seq.tolist()
 
     def walk(self, slots: list[int]) -> Entries:
+        """Read the entries of `slots`. Slots without entries are skipped."""
         used = np.array([slot for slot in slots if slot in self.ends], dtype=np.int64)
         return self.log.walk(used, np.array([self.ends[slot] for slot in used.tolist()], dtype=np.int64))
 
@@ -59,7 +60,7 @@ def pairs(entries: Entries) -> list[tuple[int, int]]:
 def test_walk_finds_exactly_the_unmarked_entries_of_the_slots(
     batches: list[list[int]], slots: list[int], marked_seqs: set[int]
 ) -> None:
-    chained = Chained()
+    chained = ChainedLog()
     entries = [
         (slot, seq) for batch in batches for slot, seq in zip(batch, chained.append(batch), strict=True)
     ]
@@ -90,17 +91,17 @@ def test_walk_finds_exactly_the_unmarked_entries_of_the_slots(
 
 def test_entries_are_marked_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_log, "CHECK_ROWS", 7)
-    chained = Chained()
+    chained = ChainedLog()
     seqs = [seq for _ in range(5) for seq in chained.append([3, 1, 3, 2])]
-    moved = np.array([*seqs[::-3], 9_999])
-    assert chained.log.mark_moved_by_seq(moved) == len(moved) - 1
-    left = {seq for _, seq in pairs(chained.walk([1, 2, 3]))}
-    assert left == set(seqs) - set(moved.tolist())
+    moved_seqs = np.array([*seqs[::-3], 9_999])
+    assert chained.log.mark_moved_by_seq(moved_seqs) == len(moved_seqs) - 1
+    unmarked_seqs = {seq for _, seq in pairs(chained.walk([1, 2, 3]))}
+    assert unmarked_seqs == set(seqs) - set(moved_seqs.tolist())
     assert chained.log.mark_moved_by_seq(np.empty(0, np.int64)) == 0
 
 
 def test_batch_becomes_one_link_per_slot() -> None:
-    chained = Chained()
+    chained = ChainedLog()
     chained.append([5] * 1_000 + [6] * 10)
     chained.append([6])
     assert (chained.log.links.end, chained.log.entries.end) == (3, 1_011)
@@ -109,7 +110,7 @@ def test_batch_becomes_one_link_per_slot() -> None:
 
 
 def test_spans_are_dropped_after_their_last_slot() -> None:
-    chained = Chained()
+    chained = ChainedLog()
     log = chained.log
     chained.append([5, 30])
     chained.append([12], bound=9)
@@ -129,7 +130,7 @@ def test_spans_are_dropped_after_their_last_slot() -> None:
 
 def test_span_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_wheel, "SPAN_ENTRIES", 10)
-    chained = Chained()
+    chained = ChainedLog()
     for slot in range(5):
         chained.append([slot] * 6)
     assert [span.first_entry for span in chained.log.state().spans] == [0, 12, 24]
@@ -138,7 +139,7 @@ def test_span_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restored_log_equals_the_saved_one() -> None:
-    chained = Chained()
+    chained = ChainedLog()
     chained.append([1, 2, 2])
     chained.append([3], bound=50)
     log = chained.log
@@ -161,7 +162,7 @@ def test_restored_log_equals_the_saved_one() -> None:
 
 @pytest.mark.parametrize("part", ["links", "entries"])
 def test_missing_file_and_flipped_bit_are_reported_with_the_file(part: str) -> None:
-    chained = Chained()
+    chained = ChainedLog()
     chained.append([1])
     state, name = chained.log.state(), f"{FOLDER}/{part}/00000000.log"
     mapped_log.check_generation(chained.files, FOLDER, state.logs())
@@ -180,7 +181,7 @@ def test_missing_file_and_flipped_bit_are_reported_with_the_file(part: str) -> N
     ("field", "value"), [("slot", 8), ("prev", 1), ("prev", 7), ("rows", 0), ("rows", -1)]
 )
 def test_broken_chain_is_an_error_with_a_remedy(field: str, value: int) -> None:
-    chained = Chained()
+    chained = ChainedLog()
     for _ in range(3):
         chained.append([7])
     links = chained.log.links.read(1, 2)
