@@ -251,13 +251,13 @@ class Access:
             return self._principal(account, hmac.compare_digest(expected, _bytes(secret)))
         if scheme.lower() != "mqv2-hmac-sha1":
             raise self.refusal(ASK)
-        signed = _SIGNED.fullmatch(rest.strip())
-        if signed is None:
+        match = _SIGNED.fullmatch(rest.strip())
+        if match is None:
             raise self.refusal(f"{ASK}; the authorization header has no access key and signature")
         date = headers.get("x-mq-date-time", "")
         if (fault := _date_fault(date, now_ms)) is not None:
             raise self.refusal(fault)
-        return self.verify(signed["key"], _bytes(date), bytes.fromhex(signed["hex"]))
+        return self.verify(match["key"], _bytes(date), bytes.fromhex(match["hex"]))
 
     def verify(self, access_key: str, content: bytes, signature: bytes) -> Principal:
         """Check an HMAC-SHA1 signature of `content` made with an account's secret. Raises Unauthorized."""
@@ -288,6 +288,7 @@ class Access:
         return Unauthorized(text)
 
     def _principal(self, account: Account | None, is_proven: bool) -> Principal:
+        """Build the caller of an account whose secret is proven. Raises Unauthorized for no account or proof."""
         if account is None or not is_proven:
             raise self.refusal(_WRONG)
         return Principal(self, account)

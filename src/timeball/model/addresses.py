@@ -123,11 +123,11 @@ class Allowed:
             return None
         if isinstance(address, IPv6Address) and address.scope_id is not None:
             return f"{address} is of one link; give an address that --push-allow names"
-        closed = next((entry for entry in _CLOSED_NETWORKS if address in entry.network), None)
-        if closed is not None:
-            if closed.allowed_by_name and host in self._names:
+        closed_network = next((entry for entry in _CLOSED_NETWORKS if address in entry.network), None)
+        if closed_network is not None:
+            if closed_network.allowed_by_name and host in self._names:
                 return None
-            return f"{address} is {closed.words}; the operator lets it pass with --push-allow"
+            return f"{address} is {closed_network.words}; the operator lets it pass with --push-allow"
         is_public = address in _PUBLIC_IPV6 if isinstance(address, IPv6Address) else True
         # The standard library's list may be newer than _CLOSED_NETWORKS, so it must agree.
         if not is_public or not address.is_global or address.is_multicast or address.is_reserved:

@@ -266,9 +266,9 @@ class DeadLetterPage(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """The number of dead letters that a resend or delete resolved, and whether it resolved each named one.
+    """The number of dead letters that a resend or delete resolved, and for each handle of the request whether it did.
 
-    A named one is not resolved if it does not exist, or was resolved before.
+    `found` is false for a dead letter that does not exist, or was resolved before.
     """
 
     rows: int

@@ -269,15 +269,15 @@ class Settings:
     def __post_init__(self) -> None:
         """Check values and combinations. Raises SetupError, which names the option."""
         hints = types()
-        for each in fields(self):
-            value, option = getattr(self, each.name), option_name(each.name)
-            choices = get_args(hints[each.name])
+        for setting in fields(self):
+            value, option = getattr(self, setting.name), option_name(setting.name)
+            choices = get_args(hints[setting.name])
             if choices and value not in choices:
                 text = f"{option} {value}: one of {', '.join(choices)}"
                 # Operators who know RocketMQ may expect its delay levels among the strategies.
-                levels = "; delay levels are always there, beside it" if each.name == "strategy" else ""
+                levels = "; delay levels are always there, beside it" if setting.name == "strategy" else ""
                 raise SetupError(text + levels)
-            low, high = each.metadata["low"], each.metadata["high"]
+            low, high = setting.metadata["low"], setting.metadata["high"]
             if (low is not None and value < low) or (high is not None and value > high):
                 bounds = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise SetupError(f"{option} {value}: {bounds}")
@@ -306,10 +306,10 @@ class Settings:
         return max(self.compact_rows // 100, 1)
 
     def _check_security(self) -> None:
-        """Raise SetupError for half a certificate, and for plain text on a host that others can reach."""
+        """Raise SetupError for a certificate or key alone, and for plain text on a host that others can reach."""
         if bool(self.tls_cert) != bool(self.tls_key):
-            there, missing = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
-            raise SetupError(f"{there} is of no use without {missing}: name both files, or none")
+            present, missing = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
+            raise SetupError(f"{present} is of no use without {missing}: name both files, or none")
         if not (self.tls_cert or self.allow_plaintext or is_loopback(self.host)):
             raise SetupError(
                 f"--host {self.host}: others can reach the broker there and read its messages. Set a certificate "
@@ -324,7 +324,7 @@ class Settings:
             )
 
     def _check_cluster(self) -> None:
-        """Raise SetupError for a setting that a cluster lacks or does not allow."""
+        """Raise SetupError for a setting that a cluster needs and does not have, or that it does not allow."""
         if not self.cluster:
             return
         if self.clock == "manual":

@@ -215,9 +215,10 @@ def not_installed_text(name: str | None, extra: str) -> str:
 
 
 def _classes_by_code(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
+    """Collect a class of errors and its subclasses by their codes."""
     classes = {root.code: root}
     for child in root.__subclasses__():
-        # A class without a code of its own is another one only within its process.
+        # `| classes`: the class that defines a code wins over its subclasses without a code of their own.
         classes = _classes_by_code(child) | classes
     return classes
 

@@ -50,15 +50,15 @@ FEW = 32
 
 
 def hash_string(text: str) -> int:
-    """Hash a single text."""
+    """Hash a single text by the formula of the module docstring."""
     data = text.encode()
-    h = len(data) * K0 & _HASH_MAX
+    hash_ = len(data) * K0 & _HASH_MAX
     for begin in range(0, len(data), 8):
-        x = h ^ int.from_bytes(data[begin : begin + 8], "little")
+        x = hash_ ^ int.from_bytes(data[begin : begin + 8], "little")
         x = (x ^ x >> 32) * K1 & _HASH_MAX
         x = (x ^ x >> 29) * K2 & _HASH_MAX
-        h = x ^ x >> 32
-    return h
+        hash_ = x ^ x >> 32
+    return hash_
 
 
 def hash_text(column: pa.Array) -> UInt64Array:
@@ -98,6 +98,7 @@ def _fold(words: UInt64Array, starts: npt.NDArray[np.int64], lengths: npt.NDArra
 
 
 def _mix(x: UInt64Array) -> UInt64Array:
+    """Mix the bits of each number by the formula of the module docstring."""
     x = (x ^ (x >> np.uint64(32))) * _K1
     x = (x ^ (x >> np.uint64(29))) * _K2
     return np.asarray(x ^ (x >> np.uint64(32)), dtype=np.uint64)
@@ -182,13 +183,13 @@ class KeyRun:
         blocks: dict[int, Pairs] = {}
         # A loop over hashes, with methods of the arrays: a look-up has few hashes, and vectorised calls cost three
         # times as much for each array that they make.
-        for wanted in hashes:
+        for wanted_hash in hashes:
             # The hash may be in every block that begins with it, and at the end of the block before the first of these.
-            first = max(1, int(fences.searchsorted(wanted))) - 1
-            for block in range(first, int(fences.searchsorted(wanted, "right"))):
+            first = max(1, int(fences.searchsorted(wanted_hash))) - 1
+            for block in range(first, int(fences.searchsorted(wanted_hash, "right"))):
                 block_hashes, numbers = blocks.get(block) or blocks.setdefault(block, self._block(block))
-                begin = int(block_hashes.searchsorted(wanted))
-                end = int(block_hashes.searchsorted(wanted, "right"))
+                begin = int(block_hashes.searchsorted(wanted_hash))
+                end = int(block_hashes.searchsorted(wanted_hash, "right"))
                 matches.append(numbers[begin:end])
         if not matches:
             return np.empty(0, np.int64)
@@ -237,13 +238,13 @@ def encode(parts: Iterable[Pairs], names: Sequence[str] = ()) -> Iterator[bytes]
             checksums.append(google_crc32c.value(data))
             yield data
 
-    rest = joined([])  # pairs that do not fill a block yet
+    unfilled = joined([])  # pairs that do not fill a block yet
     for part in parts:
-        hashes, numbers = joined([rest, part])
-        full = len(hashes) // BLOCK_PAIRS * BLOCK_PAIRS
-        yield from blocks((hashes[:full], numbers[:full]))
-        rest, pairs = (hashes[full:], numbers[full:]), pairs + len(part[0])
-    yield from blocks(rest)
+        hashes, numbers = joined([unfilled, part])
+        full_rows = len(hashes) // BLOCK_PAIRS * BLOCK_PAIRS
+        yield from blocks((hashes[:full_rows], numbers[:full_rows]))
+        unfilled, pairs = (hashes[full_rows:], numbers[full_rows:]), pairs + len(part[0])
+    yield from blocks(unfilled)
     names_json = msgspec.json.encode(list(names))
     names_json += b" " * (-len(names_json) % 8)
     tail = names_json + np.array(fences, "<u8").tobytes() + np.array(checksums, "<u4").tobytes()

@@ -185,11 +185,12 @@ ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
 def build_rows(count: int, **columns: object) -> pa.RecordBatch:
     """Build a batch of `count` rows in LOG_SCHEMA from arrays, scalars or None. Omitted columns are null.
 
-    Arrays may be Arrow, numpy or sequences of length `count`. This is the only place that lists all columns.
+    Arrays may be Arrow, numpy or sequences of length `count`. This is the only place that lists all columns. Raises
+    ValueError for other names of columns.
     """
-    unknown = columns.keys() - set(LOG_SCHEMA.names)
-    if unknown:
-        raise ValueError(f"no such column in LOG_SCHEMA: {sorted(unknown)}")
+    unknown_names = columns.keys() - set(LOG_SCHEMA.names)
+    if unknown_names:
+        raise ValueError(f"no such column in LOG_SCHEMA: {sorted(unknown_names)}")
     return pa.RecordBatch.from_arrays(
         [_build_column(field, columns.get(field.name), count) for field in LOG_SCHEMA], schema=LOG_SCHEMA
     )
@@ -350,9 +351,9 @@ def without_secrets(rows: pa.RecordBatch) -> pa.RecordBatch:
     keys = pc.fill_null(rows.column("unique_key"), "")
     is_secret = pc.or_(pc.starts_with(keys, SECRET_PREFIX), pc.equal(keys, SNAPSHOT_KEY))
     is_secret = pc.and_(pa.array(is_meta), is_secret)
-    at = rows.schema.get_field_index("body")
-    body = pc.if_else(is_secret, pa.scalar(None, pa.binary()), rows.column(at))
-    return rows.set_column(at, rows.schema.field(at), body)
+    body_index = rows.schema.get_field_index("body")
+    body = pc.if_else(is_secret, pa.scalar(None, pa.binary()), rows.column(body_index))
+    return rows.set_column(body_index, rows.schema.field(body_index), body)
 
 
 def pairs_of(rows: pa.RecordBatch) -> Iterator[tuple[str, bytes]]:

@@ -125,11 +125,11 @@ def _no_separator(column: str) -> Rule:
 
 
 def _has_separators(values: pa.Array) -> BoolArray:
-    # The whole buffer is searched first: a regular expression for each of a million ids takes ten times as long.
+    """Compute a mask of the texts with a property separator. False for a null."""
+    # The whole buffer is searched first: a regular expression for each of a million ids takes ten times as long. The
+    # copy and two searches take less than a pass of numpy.
     data = values.buffers()[2]
-    text = (
-        b"" if data is None else data.to_pybytes()
-    )  # the copy and two searches take less than a pass of numpy
+    text = b"" if data is None else data.to_pybytes()
     if _MARK_BYTES[0] not in text and _MARK_BYTES[1] not in text:
         return np.zeros(len(values), np.bool_)
     return np.asarray(pc.match_substring_regex(values, MARKS).fill_null(False), dtype=np.bool_)
@@ -163,6 +163,7 @@ def _range_rule(column: str, text: str, low: int, high: Callable[[int], int]) ->
 
 
 def _bad_topics(values: pa.Array, _: int) -> BoolArray:
+    """Compute a mask of the names that no topic may have, nulls included."""
     # The dictionary has each distinct name once, and a million rows have a handful of topics.
     topics = values.fill_null("").dictionary_encode()
     is_good = pc.and_(
@@ -173,12 +174,14 @@ def _bad_topics(values: pa.Array, _: int) -> BoolArray:
 
 
 def _reserved_topics(values: pa.Array, _: int) -> BoolArray:
+    """Compute a mask of the topics that `_is_reserved` refuses. False for a null."""
     topics = values.fill_null("").dictionary_encode()
     is_reserved = pa.array([_is_reserved(name, 0) for name in topics.dictionary.to_pylist()], pa.bool_())
     return np.asarray(is_reserved.take(topics.indices))
 
 
 def _is_reserved(value: str, _: int) -> bool:
+    """Check whether the topic belongs to the broker or to a group, so that no scheduled message may have it."""
     return value in NOT_SCHEDULED or value.startswith(NOT_SCHEDULED_PREFIXES)
 
 
@@ -497,7 +500,7 @@ def reply_topic(cluster_name: str) -> str:
 
 
 def is_reply_topic(topic: str, cluster_name: str) -> bool:
-    """Return whether clients send replies to this topic. A client with a namespace puts `namespace%` in front."""
+    """Check whether clients send replies to this topic. A client with a namespace puts `namespace%` in front."""
     name = reply_topic(cluster_name)
     return topic == name or topic.endswith(f"%{name}")
 

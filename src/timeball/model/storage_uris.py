@@ -62,7 +62,10 @@ def arrow(uri: str, environment: Mapping[str, str] = os.environ) -> tuple[fs.Fil
 def arrow_all(
     uris: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[fs.FileSystem, list[str]]:
-    """Open Arrow's file system for one or more storage URIs of one scheme. Returns it, and the path of each URI."""
+    """Open Arrow's file system for one or more storage URIs of one scheme. Returns it, and the path of each URI.
+
+    Raises SetupError as `arrow`.
+    """
     files, first = arrow(uris[0], environment)
     if _scheme(uris[0]) in S3_SCHEMES:
         return files, [_s3_path(uri) for uri in uris]
@@ -73,7 +76,7 @@ def delta(uri: str, environment: Mapping[str, str] = os.environ) -> tuple[str, d
     """Convert the storage URI of a table to the arguments of delta-rs: its URI, and `storage_options`.
 
     On S3, delta-rs commits with a conditional put. The store refuses the second of two commits of the same version, so
-    no lock service is needed.
+    no lock service is needed. Raises SetupError for a URI of S3 with more than bucket and path.
     """
     if _scheme(uri) not in S3_SCHEMES:
         return uri, None

@@ -165,7 +165,7 @@ def local_due_ms(at: datetime | str, zone: str) -> tuple[int, str]:
     if isinstance(at, str):
         try:
             local = datetime.fromisoformat(at) if len(at) <= _TEXT_CHARACTERS_MAX and "T" in at else at
-        except ValueError:
+        except ValueError:  # refused below, because `local` is still text
             pass
     if not isinstance(local, datetime) or local.tzinfo is not None:
         raise InvalidDelay(
@@ -288,12 +288,12 @@ def _in_zone_us(at: datetime, instant_us: int, zone: str) -> int:
     """
     if tzdata is None:
         return instant_us if _shown(at, instant_us) == at.replace(tzinfo=None) else _end_of_gap_us(at)
-    ours, shown_us = load_zone(zone), local_us(at)
-    if instant_us + ours.offset_us(instant_us) == shown_us:
+    zone_rules, wanted_us = load_zone(zone), local_us(at)
+    if instant_us + zone_rules.offset_us(instant_us) == wanted_us:
         return instant_us
     # In a gap of Python's rules the round trip gives another local time.
-    if not ours.is_shown(shown_us) and _shown(at, instant_us) != at.replace(tzinfo=None):
-        return ours.instant_us(shown_us)
+    if not zone_rules.is_shown(wanted_us) and _shown(at, instant_us) != at.replace(tzinfo=None):
+        return zone_rules.instant_us(wanted_us)
     raise InvalidDelay(
         f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {VERSION}; write the "
         "offset from UTC, or set PYTHONTZPATH= so that Python reads the installed tzdata"
@@ -459,9 +459,9 @@ def fixed_offset(offset_s: int) -> Zone:
     return Zone("", [], [offset_s], repeats=False)
 
 
-def local_us(shown: datetime) -> int:
+def local_us(local: datetime) -> int:
     """Convert a local time to microseconds, counted as if it were UTC. Its tzinfo is ignored."""
-    return (shown.replace(tzinfo=None) - _LOCAL_EPOCH) // timedelta(microseconds=1)
+    return (local.replace(tzinfo=None) - _LOCAL_EPOCH) // timedelta(microseconds=1)
 
 
 # ---- the tables of tzdata -----------------------------------------------------------------------------------
@@ -498,31 +498,38 @@ def _decode_tzif(data: bytes) -> _TzifData:
     """Decode the second part of a TZif file, with times of 8 bytes. Raises ValueError before version 2."""
     if data[:4] != b"TZif" or data[4:5] < b"2":
         raise ValueError("not a TZif file of version 2 or later")
+    # A part has per change its time and one byte for its type, then 6 bytes per type, of which the first four are the
+    # offset, then names, leap seconds, and two kinds of flags. In the first part a time has 4 bytes, a leap second 8.
     utc, standard, leaps, times, types, chars = _header_counts(data)
     data = data[_HEADER_BYTES + times * 5 + types * 6 + chars + leaps * 8 + standard + utc :]
     utc, standard, leaps, times, types, chars = _header_counts(data)
     at = _HEADER_BYTES
     changes = [int.from_bytes(data[at + 8 * n : at + 8 * n + 8], "big", signed=True) for n in range(times)]
     at += 8 * times
-    kinds, at = data[at : at + times], at + times
+    type_numbers, at = data[at : at + times], at + times
     offsets = [int.from_bytes(data[at + 6 * n : at + 6 * n + 4], "big", signed=True) for n in range(types)]
     footer = data[at + 6 * types + chars + leaps * 12 + standard + utc :].strip(b"\n").decode("ascii")
-    return _TzifData(changes, [offsets[kind] for kind in kinds], offsets[0], footer)
+    return _TzifData(changes, [offsets[number] for number in type_numbers], offsets[0], footer)
 
 
 def _header_counts(data: bytes) -> tuple[int, ...]:
+    """Read the six counts of a header: UTC flags, standard time flags, leap seconds, changes, types, name bytes."""
     counts = data[_COUNTS]
     return tuple(int.from_bytes(counts[at : at + 4], "big") for at in range(0, 24, 4))
 
 
 def _build_zone(name: str, data: _TzifData) -> Zone:
-    """Build the zone of a file. After the last change in the file, the rule in its footer applies."""
+    """Build the zone of a file. After the last change in the file, the rule in its footer applies.
+
+    Raises ValueError for a rule in another form than POSIX's.
+    """
     changes, offsets = list(data.changes_s), [data.first_s, *data.offsets_s]
     rule = _FOOTER.fullmatch(data.footer)
     if rule is None:
         raise ValueError(f"zone {name}: the rule {data.footer!r} is not understood")
     if rule[9] is None:  # no summer time, so the last offset stays
         return Zone(name, changes, offsets, repeats=False)
+    # Groups of the rule: 1 to 4 are the standard offset, 5 to 8 the offset in summer, 9 and 10 its begin and end.
     # The signs of the rule are the opposite of an offset: "UTC-1" is one hour ahead of UTC.
     standard = -_seconds(*rule.groups()[:4])
     summer = -_seconds(*rule.groups()[4:8]) if rule[6] is not None else standard + 3_600
@@ -553,6 +560,7 @@ class _YearlyChange(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> _YearlyChange:
+        """Parse a day of a POSIX rule: Mm.w.d, Jn or n, and perhaps /time. Raises ValueError for any other text."""
         match = _DAY.fullmatch(text)
         if match is None:
             raise ValueError(f"the rule {text!r} is not understood")
@@ -577,5 +585,6 @@ class _YearlyChange(NamedTuple):
 
 
 def _seconds(sign: str | None, hours: str | None, minutes: str | None, seconds: str | None) -> int:
+    """Convert the groups of `_TIME` to seconds."""
     total = int(hours or 0) * 3_600 + int(minutes or 0) * 60 + int(seconds or 0)
     return -total if sign == "-" else total

@@ -111,7 +111,7 @@ def test_cursor_equals_that_of_all_release_rows() -> None:
 
 
 @pytest.mark.parametrize("wrong", [SavedOnly, CountsTwice])
-def test_wrong_cursor_is_caught(wrong: type[CursorRig]) -> None:
+def test_wrong_tick_is_caught(wrong: type[CursorRig]) -> None:
     with pytest.raises(AssertionError) as caught:
         run_cursor_machine(wrong, UNTIL_CAUGHT)
     assert caught.traceback[-1].name == "cursor_counts_all_releases"
