@@ -48,7 +48,7 @@ def caller(name: str) -> Principal:
     return access().authenticate({"authorization": f"Bearer {name}:{secrets[name]}"}, 0)
 
 
-def test_a_caller_signs_for_another_node_that_has_the_same_accounts() -> None:
+def test_a_signature_authenticates_the_caller_at_another_node() -> None:
     headers = caller("shop").signature(DATE_MS)
     assert access().authenticate(headers, DATE_MS).name == "shop"
     with pytest.raises(Unauthorized):
@@ -56,20 +56,22 @@ def test_a_caller_signs_for_another_node_that_has_the_same_accounts() -> None:
     assert ANONYMOUS.signature(DATE_MS) == {}
 
 
-def signed(credential: str = "shop", signature: str = DATE_SIGNED, date: str = DATE) -> dict[str, str]:
+def signed_headers(
+    credential: str = "shop", signature: str = DATE_SIGNED, date: str = DATE
+) -> dict[str, str]:
     text = f"MQv2-HMAC-SHA1 Credential={credential}, SignedHeaders=x-mq-date-time, Signature={signature}"
     return {"authorization": text, "x-mq-date-time": date}
 
 
-# ---- who it is ----------------------------------------------------------------------------------------------
+# ---- authentication --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "headers",
     [
-        signed(),
-        signed(signature=DATE_SIGNED.upper()),  # Java
-        signed("shop/cn/rmq"),
+        signed_headers(),
+        signed_headers(signature=DATE_SIGNED.upper()),  # Java
+        signed_headers("shop/cn/rmq"),
         {"authorization": f"Bearer shop:{SECRET}"},
         {"authorization": f"bearer  shop:{SECRET}"},
     ],
@@ -91,18 +93,18 @@ def test_valid_credentials_authenticate_their_account(headers: dict[str, str]) -
         {"authorization": "Bearer shop:wrong"},
         {"authorization": f"Bearer nobody:{SECRET}"},
         {"authorization": f"Basic shop:{SECRET}"},
-        signed("wide"),
-        signed("nobody"),
-        signed(""),
-        signed(signature="0" * 40),
-        signed(signature=""),
-        signed(date="20300131T090001Z"),  # another second than the one signed
-        signed(date=""),
-        signed(date="2030-01-31"),
-        signed(date="20301331T090000Z"),
-        {"authorization": signed()["authorization"]},
+        signed_headers("wide"),
+        signed_headers("nobody"),
+        signed_headers(""),
+        signed_headers(signature="0" * 40),
+        signed_headers(signature=""),
+        signed_headers(date="20300131T090001Z"),  # another second than the one signed
+        signed_headers(date=""),
+        signed_headers(date="2030-01-31"),
+        signed_headers(date="20301331T090000Z"),
+        {"authorization": signed_headers()["authorization"]},
         {
-            "authorization": signed()["authorization"].replace("x-mq-date-time", "x-mq-nothing"),
+            "authorization": signed_headers()["authorization"].replace("x-mq-date-time", "x-mq-nothing"),
             "x-mq-date-time": DATE,
         },
     ],
@@ -114,25 +116,25 @@ def test_invalid_credentials_are_refused_without_the_secret(headers: dict[str, s
     assert SECRET not in str(refusal.value)
 
 
-def test_a_date_may_be_some_zones_away() -> None:
+def test_a_date_is_accepted_within_15_hours_of_the_clock_only() -> None:
     for drift_ms in (-DATE_DRIFT_MS_MAX, DATE_DRIFT_MS_MAX):
-        assert access().authenticate(signed(), DATE_MS + drift_ms).name == "shop"
+        assert access().authenticate(signed_headers(), DATE_MS + drift_ms).name == "shop"
     for drift_ms in (-DATE_DRIFT_MS_MAX - 1, DATE_DRIFT_MS_MAX + 1):
         with pytest.raises(Unauthorized, match="15 h"):
-            access().authenticate(signed(), DATE_MS + drift_ms)
+            access().authenticate(signed_headers(), DATE_MS + drift_ms)
 
 
-def test_a_stranger_and_a_wrong_secret_are_told_the_same() -> None:
-    told = set()
+def test_an_unknown_account_and_a_wrong_secret_get_the_same_error() -> None:
+    texts = set()
     for pair in ("shop:wrong", "stranger:wrong"):
         with pytest.raises(Unauthorized) as refusal:
             access().authenticate({"authorization": f"Bearer {pair}"}, 0)
-        told.add(str(refusal.value))
-    assert len(told) == 1
+        texts.add(str(refusal.value))
+    assert len(texts) == 1
 
 
 @given(st.dictionaries(st.sampled_from(["authorization", "x-mq-date-time"]), st.text()))
-def test_no_header_does_anything_but_be_refused(headers: dict[str, str]) -> None:
+def test_arbitrary_headers_are_refused(headers: dict[str, str]) -> None:
     with pytest.raises(Unauthorized):
         access().authenticate(headers, DATE_MS)
 
@@ -142,7 +144,7 @@ def test_no_header_does_anything_but_be_refused(headers: dict[str, str]) -> None
     st.text(st.characters(exclude_categories=[])),
     st.text(),
 )
-def test_nor_one_that_begins_well(begin: str, rest: str, date: str) -> None:
+def test_an_arbitrary_header_with_a_valid_scheme_is_refused(begin: str, rest: str, date: str) -> None:
     with pytest.raises(Unauthorized):
         access().authenticate({"authorization": begin + rest, "x-mq-date-time": date}, DATE_MS)
 
@@ -165,7 +167,7 @@ def test_an_arbitrary_signature_is_refused(key: str, content: bytes, signature: 
         ('groups = { "g" = "DENY" }', False),
     ],
 )
-def test_whether_it_may_send_somewhere(grants: str, may: bool) -> None:
+def test_an_account_may_send_if_a_topic_or_group_grants_it(grants: str, may: bool) -> None:
     text = f'[[accounts]]\naccess_key = "one"\nsecret_key = "one secret"\n{grants}\n'
     caller = Access(parse(text.encode(), "access.toml")).named("one")
     if may:
@@ -175,9 +177,9 @@ def test_whether_it_may_send_somewhere(grants: str, may: bool) -> None:
         caller.check_on_any_topic(Verb.SEND)
 
 
-# ---- what it may --------------------------------------------------------------------------------------------
+# ---- permissions ---------------------------------------------------------------------------------------------
 
-MAY: list[tuple[str, Verb, dict[str, str], bool]] = [
+CASES: list[tuple[str, Verb, dict[str, str], bool]] = [
     ("shop", Verb.SEND, {"topic": "orders"}, True),
     ("shop", Verb.SEND, {"topic": "sales"}, True),
     ("shop", Verb.SEND, {"topic": "both"}, True),
@@ -235,46 +237,46 @@ MAY: list[tuple[str, Verb, dict[str, str], bool]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "verb", "what", "allowed"), MAY, ids=str)
+@pytest.mark.parametrize(("name", "verb", "target", "is_allowed"), CASES, ids=str)
 def test_an_account_may_do_only_granted_actions(
-    name: str, verb: Verb, what: dict[str, str], allowed: bool
+    name: str, verb: Verb, target: dict[str, str], is_allowed: bool
 ) -> None:
-    who = caller(name)
-    assert who.may(verb, **what) is allowed
-    if allowed:
-        who.check(verb, **what)
+    principal = caller(name)
+    assert principal.may(verb, **target) is is_allowed
+    if is_allowed:
+        principal.check(verb, **target)
     else:
         with pytest.raises(Forbidden, match=name):
-            who.check(verb, **what)
+            principal.check(verb, **target)
 
 
 @given(st.sampled_from(list(Verb)), st.text(), st.text())
-def test_an_account_without_a_line_may_nothing_but_look(verb: Verb, topic: str, group: str) -> None:
-    who = Access(parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f")).authenticate(
-        {"authorization": "Bearer bare:12345678"}, 0
-    )
-    assert not who.may(verb, topic=topic, group=group)
-    assert who.may(verb) is (verb is Verb.LOOK)
+def test_an_account_without_grants_may_only_look(verb: Verb, topic: str, group: str) -> None:
+    principal = Access(
+        parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f")
+    ).authenticate({"authorization": "Bearer bare:12345678"}, 0)
+    assert not principal.may(verb, topic=topic, group=group)
+    assert principal.may(verb) is (verb is Verb.LOOK)
 
 
-def test_who_is_gone_or_has_another_secret_is_out_at_once() -> None:
-    there = access()
-    who = there.authenticate({"authorization": f"Bearer shop:{SECRET}"}, 0)
-    there.replace(parse(FILE.replace('"sales" = "PUB"', '"sales" = "DENY"').encode(), "f"))
+def test_changed_accounts_apply_to_authenticated_callers_at_once() -> None:
+    accounts_in_force = access()
+    principal = accounts_in_force.authenticate({"authorization": f"Bearer shop:{SECRET}"}, 0)
+    accounts_in_force.replace(parse(FILE.replace('"sales" = "PUB"', '"sales" = "DENY"').encode(), "f"))
     with pytest.raises(Forbidden):
-        who.check(Verb.SEND, topic="sales")
-    who.check(Verb.SEND, topic="orders")
-    there.replace(parse(FILE.replace(SECRET, "another one").encode(), "f"))
+        principal.check(Verb.SEND, topic="sales")
+    principal.check(Verb.SEND, topic="orders")
+    accounts_in_force.replace(parse(FILE.replace(SECRET, "another one").encode(), "f"))
     with pytest.raises(Unauthorized):
-        who.check(Verb.SEND, topic="orders")
-    there.replace({})
-    assert not who.may(Verb.LOOK)
+        principal.check(Verb.SEND, topic="orders")
+    accounts_in_force.replace({})
+    assert not principal.may(Verb.LOOK)
 
 
 # ---- the file -----------------------------------------------------------------------------------------------
 
 
-def test_no_secret_is_shown() -> None:
+def test_no_repr_contains_a_secret() -> None:
     accounts = parse(FILE.encode(), "f")
     shown = f"{accounts} {accounts['shop']!r} {access()!r} {caller('shop')!r}"
     assert "shop" in shown
@@ -282,7 +284,7 @@ def test_no_secret_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "fault"),
     [
         ("", "accounts"),
         ("accounts = 3", "accounts"),
@@ -302,10 +304,10 @@ def test_no_secret_is_shown() -> None:
         ("\x00", "access.toml"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_sound_says_where(text: str, told: str) -> None:
+def test_an_invalid_access_file_is_refused_with_its_fault_and_without_secrets(text: str, fault: str) -> None:
     with pytest.raises(SetupError, match=r"--access-file access\.toml") as refusal:
         parse(text.encode(), "access.toml")
-    assert told in str(refusal.value)
+    assert fault in str(refusal.value)
     assert SECRET not in str(refusal.value) and "long enough" not in str(refusal.value)
 
 
@@ -330,48 +332,50 @@ def test_an_arbitrary_account_is_refused_or_read_as_written(account: dict[str, A
         accounts = parse(_toml(account), "f")
     except SetupError:
         return
-    for found in accounts.values():  # whatever was read means what it says
-        assert msgspec.structs.asdict(found).items() >= account.items()
+    for parsed_account in accounts.values():
+        assert msgspec.structs.asdict(parsed_account).items() >= account.items()
 
 
 def _toml(account: dict[str, Any]) -> bytes:
-    def value(it: Any) -> str:
-        if isinstance(it, dict):
-            return "{" + ", ".join(f"{json.dumps(k)} = {value(v)}" for k, v in it.items()) + "}"
-        if isinstance(it, list):
-            return "[" + ", ".join(map(value, it)) + "]"
-        return json.dumps(it)
+    """Write an access file with this account."""
 
-    lines = "".join(f"{name} = {value(it)}\n" for name, it in account.items())
+    def toml_value(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{json.dumps(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(toml_value, value)) + "]"
+        return json.dumps(value)
+
+    lines = "".join(f"{name} = {toml_value(value)}\n" for name, value in account.items())
     return f"[[accounts]]\n{lines}".encode("utf-8", "surrogatepass")
 
 
-def test_the_file_that_the_documentation_shows() -> None:
+def test_the_access_file_in_the_documentation_is_valid() -> None:
     page = (Path(__file__).parents[2] / "docs/security.md").read_text("utf-8")
-    [shown] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    accounts = parse(shown.encode(), "shown")
+    [file_text] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    accounts = parse(file_text.encode(), "security.md")
     assert [account.admin for account in accounts.values()] == [False, False, True]
     assert not Principal(Access(accounts), accounts["metrics"]).may(Verb.RECEIVE, topic="payroll")
 
 
-def test_the_documentation_shows_what_is_signed() -> None:
+def test_the_headers_in_the_documentation_authenticate() -> None:
     page = (Path(__file__).parents[2] / "docs/security.md").read_text("utf-8")
-    shown = re.findall(r"^authorization: (.*)$", page, re.MULTILINE)
-    for line in shown:
+    lines = re.findall(r"^authorization: (.*)$", page, re.MULTILINE)
+    for line in lines:
         line = (
             line.replace("<access key>", "shop").replace("<secret key>", SECRET).replace("<hex>", DATE_SIGNED)
         )
         assert access().authenticate({"authorization": line, "x-mq-date-time": DATE}, DATE_MS).name == "shop"
-    assert len(shown) == 2 and f"x-mq-date-time: {DATE}" in page
+    assert len(lines) == 2 and f"x-mq-date-time: {DATE}" in page
 
 
-def test_an_account_is_a_caller_for_as_long_as_it_is_there() -> None:
-    known = access()
-    assert known.named("shop") == known.authenticate({"authorization": f"Bearer shop:{SECRET}"}, 0)
-    known.replace({})
+def test_a_removed_account_is_no_caller_any_more() -> None:
+    accounts = access()
+    assert accounts.named("shop") == accounts.authenticate({"authorization": f"Bearer shop:{SECRET}"}, 0)
+    accounts.replace({})
     with pytest.raises(Unauthorized, match="not in the access file any more"):
-        known.named("shop")
+        accounts.named("shop")
 
 
-def test_both_errors_are_the_caller_s() -> None:
+def test_unauthorized_and_forbidden_are_request_errors() -> None:
     assert issubclass(Unauthorized, RequestError) and issubclass(Forbidden, RequestError)

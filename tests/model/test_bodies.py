@@ -21,6 +21,7 @@ def lz4(data: bytes) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
+# name -> (sys_flag, compressed body)
 COMPRESSED = {
     "zlib": (1, zlib.compress(TEXT)),
     "zlib, named": (1 | 3 << 8, zlib.compress(TEXT)),
@@ -38,7 +39,7 @@ def test_a_compressed_body_becomes_readable(name: str) -> None:
 
 
 @pytest.mark.parametrize("sys_flag", [None, 0, 8, 1 << 8])
-def test_a_body_without_the_bit_is_not_touched(sys_flag: int | None) -> None:
+def test_a_body_without_the_compressed_bit_is_returned_unchanged(sys_flag: int | None) -> None:
     compressed = zlib.compress(TEXT)
     assert readable_body(compressed, sys_flag) is compressed
 

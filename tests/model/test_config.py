@@ -12,7 +12,7 @@ from timeball.model.config import MIB, Settings, types
 from timeball.model.errors import SetupError
 
 
-def test_the_defaults_work_and_are_durable() -> None:
+def test_the_default_settings_are_valid_and_durable() -> None:
     settings = Settings()
     assert settings.durability == "sync"
     assert settings.delay_ms_max == limits.DELAY_MS_MAX
@@ -39,7 +39,7 @@ def test_values_at_the_bounds_are_allowed(allowed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "invalid",
     [
         {"port": -1},
         {"port": 65_536},
@@ -56,10 +56,10 @@ def test_values_at_the_bounds_are_allowed(allowed: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_an_impossible_setting_is_refused_by_its_option(refused: dict[str, Any]) -> None:
-    ((field, value),) = refused.items()
+def test_an_invalid_value_is_refused_with_its_option(invalid: dict[str, Any]) -> None:
+    ((field, value),) = invalid.items()
     with pytest.raises(SetupError) as refusal:
-        Settings(**refused)
+        Settings(**invalid)
     assert f"--{field.replace('_', '-')} {value}" in str(refusal.value)
 
 
@@ -78,7 +78,7 @@ def test_an_impossible_setting_is_refused_by_its_option(refused: dict[str, Any])
         ("localhost.example", False),
     ],
 )
-def test_plain_text_stays_on_this_machine_unless_told_otherwise(host: str, is_local: bool) -> None:
+def test_plain_text_on_a_reachable_host_is_refused_unless_allowed(host: str, is_local: bool) -> None:
     Settings(host=host, tls_cert="c", tls_key="k")
     Settings(host=host, allow_plaintext=True)
     if is_local:
@@ -88,19 +88,19 @@ def test_plain_text_stays_on_this_machine_unless_told_otherwise(host: str, is_lo
         Settings(host=host)
 
 
-def test_a_certificate_and_its_key_go_together() -> None:
+def test_a_certificate_without_a_key_or_a_key_alone_is_refused() -> None:
     with pytest.raises(SetupError, match=r"--tls-cert is of no use without --tls-key"):
         Settings(tls_cert="c")
     with pytest.raises(SetupError, match=r"--tls-key is of no use without --tls-cert"):
         Settings(tls_key="k")
 
 
-def test_a_table_in_an_object_store_is_none_of_a_clusters() -> None:
+def test_a_table_in_an_object_store_is_refused_in_a_cluster() -> None:
     with pytest.raises(SetupError, match="--table is of no use with --cluster"):
         Settings(table="s3://b/t", cluster="shop", node="a", etcd="http://etcd:2379")
 
 
-def test_every_setting_says_what_it_is_for_and_lies_within_its_own_bounds() -> None:
+def test_every_setting_has_a_help_text_and_a_default_within_its_bounds() -> None:
     for field in dataclasses.fields(Settings):
         assert field.metadata["help"].endswith("."), field.name
         low, high = field.metadata["low"], field.metadata["high"]
@@ -113,7 +113,7 @@ def test_settings_cannot_be_changed() -> None:
         Settings().port = 1  # type: ignore[misc]
 
 
-def test_units_stand_last_in_the_names() -> None:
+def test_names_of_numbers_end_with_their_units() -> None:
     numbers = {f.name for f in dataclasses.fields(Settings) if types()[f.name] is int}
     counted = {
         "port",
@@ -126,11 +126,11 @@ def test_units_stand_last_in_the_names() -> None:
         "compact_rows",
         "timer_congest_num_each_slot",  # RocketMQ's name
     }
-    # A number that comes to the settings later says its unit, or is a count and listed here.
+    # A new numeric setting ends with its unit, or is a count and is listed here.
     known_units = ("_ms", "_bytes", "_ms_max", "_rows")
     assert {n for n in numbers if not n.endswith(known_units)} <= counted
 
 
 @pytest.mark.parametrize(("rows", "early_rows"), [(1_000_000, 10_000), (299, 2), (99, 1), (1, 1)])
-def test_after_the_interval_a_hundredth_of_the_rows_is_enough(rows: int, early_rows: int) -> None:
+def test_after_the_interval_a_compaction_needs_a_hundredth_of_the_rows(rows: int, early_rows: int) -> None:
     assert Settings(compact_rows=rows).compact_early_rows == early_rows

@@ -40,13 +40,13 @@ def every_error(root: type[TimeballError] = TimeballError) -> list[type[Timeball
     return [root, *(error for child in root.__subclasses__() for error in every_error(child))]
 
 
-def test_codes_are_what_clients_know_and_no_two_are_the_same() -> None:
-    ours = [error for error in every_error() if error.__module__ == errors.__name__]
-    assert sorted((error.code, error.__name__) for error in ours) == sorted(CODES.items())
+def test_each_error_has_the_distinct_code_that_clients_know() -> None:
+    own_errors = [error for error in every_error() if error.__module__ == errors.__name__]
+    assert sorted((error.code, error.__name__) for error in own_errors) == sorted(CODES.items())
 
 
 @pytest.mark.parametrize(("code", "name"), CODES.items())
-def test_an_error_comes_back_from_its_code(code: str, name: str) -> None:
+def test_from_code_builds_the_error_of_a_code(code: str, name: str) -> None:
     error = from_code(code, "what to do")
     assert type(error) is getattr(errors, name)
     assert str(error) == "what to do"
@@ -56,12 +56,12 @@ def test_a_code_of_a_newer_release_becomes_the_base_class() -> None:
     assert type(from_code("invented_later", "text")) is TimeballError
 
 
-def test_the_drawing_shows_every_error() -> None:
-    drawn = {word for word in (errors.__doc__ or "").split() if word.isidentifier()}
-    assert set(CODES.values()) <= drawn
+def test_the_module_docstring_lists_every_error() -> None:
+    words = {word for word in (errors.__doc__ or "").split() if word.isidentifier()}
+    assert set(CODES.values()) <= words
 
 
-def test_errors_are_sorted_by_who_must_act() -> None:
+def test_errors_are_subclasses_by_who_must_act() -> None:
     for request in (
         "InvalidMessage",
         "InvalidDelay",

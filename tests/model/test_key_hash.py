@@ -1,4 +1,4 @@
-"""The hash of texts, against a slow twin in pure Python; and runs of them as bytes: a byte not its own is noticed."""
+"""The hash of texts, compared with a slow reference, and key runs, in which any damaged byte is noticed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WRAP = (1 << 64) - 1
 
 
 def slow_hash(text: str) -> int:
-    """The drawing in key_hash.py, one byte string at a time."""
+    """Compute the hash by the formula of key_hash.py."""
     data = text.encode()
-    h = len(data) * 0x9E3779B97F4A7C15 & WRAP
-    for at in range(0, len(data), 8):
-        x = h ^ int.from_bytes(data[at : at + 8], "little")
+    hash_ = len(data) * 0x9E3779B97F4A7C15 & WRAP
+    for begin in range(0, len(data), 8):
+        x = hash_ ^ int.from_bytes(data[begin : begin + 8], "little")
         x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 & WRAP
         x = (x ^ x >> 29) * 0xBF58476D1CE4E5B9 & WRAP
-        h = x ^ x >> 32
-    return h
+        hash_ = x ^ x >> 32
+    return hash_
 
 
 # Key runs hold these numbers: a change of the hash would find nothing in them.
@@ -41,12 +41,12 @@ FROZEN = {
     "Ζεύς ⚡ 宙斯": 0x4844E752D9C931ED,
 }
 
-texts = st.lists(st.none() | st.text(max_size=40), max_size=20)
+TEXTS = st.lists(st.none() | st.text(max_size=40), max_size=20)
 
 
 @pytest.fixture(params=[-1, 20], ids=["columns", "text by text"], autouse=True, scope="module")
 def few(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ways to hash a column, whatever its length."""
+    """Run each test with both ways to hash a column, for columns of any length."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_hash, "FEW", request.param)
         yield
@@ -55,7 +55,7 @@ def few(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("text", "expected"), FROZEN.items(), ids=["empty", "letter", "key", "message id", "unicode"]
 )
-def test_the_hash_never_changes(text: str, expected: int) -> None:
+def test_the_hash_of_a_text_never_changes(text: str, expected: int) -> None:
     assert hash_string(text) == expected
 
 
@@ -72,18 +72,18 @@ def test_the_hash_matches_a_slow_reference(text: str) -> None:
     assert hash_string(text) == slow_hash(text)
 
 
-@given(texts)
-def test_a_column_is_its_rows_and_null_is_empty(column: list[str | None]) -> None:
+@given(TEXTS)
+def test_each_row_of_a_column_is_hashed_and_null_as_empty(column: list[str | None]) -> None:
     assert hash_text(pa.array(column, pa.string())).tolist() == [slow_hash(text or "") for text in column]
 
 
-@given(texts, st.integers(0, 20), st.integers(0, 20))
-def test_a_slice_is_the_same_rows(column: list[str | None], begin: int, count: int) -> None:
+@given(TEXTS, st.integers(0, 20), st.integers(0, 20))
+def test_a_slice_is_hashed_without_the_other_rows(column: list[str | None], begin: int, count: int) -> None:
     array = pa.array(column, pa.string()).slice(begin, count)
     assert hash_text(array).tolist() == [slow_hash(text or "") for text in array.to_pylist()]
 
 
-def test_length_tells_texts_apart_that_differ_in_zeros_only() -> None:
+def test_texts_of_zeros_of_different_lengths_have_different_hashes() -> None:
     zeros = ["\x00" * n for n in range(40)]
     assert len(set(hash_text(pa.array(zeros)).tolist())) == 40
 
@@ -107,7 +107,7 @@ def slow_keys(unique_key: list[str | None], keys: list[str | None]) -> set[tuple
     }
 
 
-keyed = st.lists(
+ID_AND_KEYS = st.lists(
     st.tuples(
         st.none() | st.text("ab", max_size=9),
         st.none() | st.text("k z", max_size=12),
@@ -116,7 +116,7 @@ keyed = st.lists(
 )
 
 
-@given(keyed, st.integers(0, 6))
+@given(ID_AND_KEYS, st.integers(0, 6))
 def test_every_id_and_every_key_is_found_at_its_row(
     rows: list[tuple[str | None, str | None]], begin: int
 ) -> None:
@@ -124,11 +124,11 @@ def test_every_id_and_every_key_is_found_at_its_row(
     keys = pa.array([r[1] for r in rows], pa.string()).slice(begin)
     hashes, positions = hash_keys(unique_key, keys)
     assert positions.dtype == np.int64
-    found = set(zip(hashes.tolist(), positions.tolist(), strict=True))
-    assert found == slow_keys(unique_key.to_pylist(), keys.to_pylist())
+    pairs = set(zip(hashes.tolist(), positions.tolist(), strict=True))
+    assert pairs == slow_keys(unique_key.to_pylist(), keys.to_pylist())
 
 
-def test_many_blanks_are_no_keys() -> None:
+def test_several_blanks_between_keys_make_no_empty_key() -> None:
     hashes, rows = hash_keys(pa.array([None], pa.string()), pa.array(["  a   b "]))
     assert sorted(hashes.tolist()) == sorted([slow_hash("a"), slow_hash("b")])
     assert rows.tolist() == [0, 0]
@@ -141,7 +141,7 @@ Items = list[tuple[int, int]]
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Blocks of four pairs, and merges of eight at a time; around the body of a property, which no fixture reaches."""
+    """Use blocks of four pairs, and merges of eight pairs at a time. A fixture would not be reset for each example."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_hash, "BLOCK_PAIRS", 4)
         patch.setattr(key_hash, "MERGE_PAIRS", 8)
@@ -163,38 +163,46 @@ def items_of(columns: key_hash.Pairs) -> Items:
 
 
 @given(pairs, st.lists(few_hashes, max_size=5))
-def test_it_finds_what_a_plain_search_finds(items: Items, wanted: list[int]) -> None:
+def test_find_numbers_finds_the_numbers_of_a_plain_search(items: Items, wanted: list[int]) -> None:
     with small_blocks():
         run = parse(bytes(build(items, ["a file", "é"]).data))
-        found = run.find_numbers(np.array(wanted, np.uint64))
-        assert found.tolist() == sorted({row for h, row in items if h in wanted})
+        numbers = run.find_numbers(np.array(wanted, np.uint64))
+        assert numbers.tolist() == sorted({row for h, row in items if h in wanted})
         assert sorted(items_of(run.columns())) == sorted(items)
         assert (run.pairs, run.names) == (len(items), ("a file", "é"))
 
 
 @given(pairs, few_hashes, few_hashes)
-def test_a_range_of_it_is_what_a_filter_would_give(items: Items, low: int, high: int) -> None:
+def test_between_returns_the_pairs_of_a_filter(items: Items, low: int, high: int) -> None:
     with small_blocks():
         run = build(items)
         for end in (high, 1 << 64):
-            inside = sorted(one for one in items if low <= one[0] < end)
+            inside = sorted(item for item in items if low <= item[0] < end)
             assert sorted(items_of(run.between(low, end))) == inside
 
 
 @given(st.lists(pairs, max_size=5), st.integers(0, 3))
-def test_merged_runs_hold_what_each_of_them_holds(several: list[Items], gone: int) -> None:
-    def changed(at: int, found: key_hash.Pairs) -> key_hash.Pairs:
-        return (found[0][:0], found[1][:0]) if at == gone else (found[0], found[1] + at)
+def test_a_merged_run_has_the_renumbered_pairs_of_all_runs(
+    items_of_runs: list[Items], dropped_run: int
+) -> None:
+    def renumber(index: int, pairs: key_hash.Pairs) -> key_hash.Pairs:
+        hashes, numbers = pairs
+        return (hashes[:0], numbers[:0]) if index == dropped_run else (hashes, numbers + index)
 
     with small_blocks():
-        merged = parse(b"".join(encode(merge([build(items) for items in several], changed))))
-        kept = [(h, row + at) for at, items in enumerate(several) if at != gone for h, row in items]
+        merged = parse(b"".join(encode(merge([build(items) for items in items_of_runs], renumber))))
+        expected = [
+            (hash_, row + index)
+            for index, items in enumerate(items_of_runs)
+            if index != dropped_run
+            for hash_, row in items
+        ]
         hashes, _ = columns = merged.columns()
-        assert sorted(items_of(columns)) == sorted(kept)
+        assert sorted(items_of(columns)) == sorted(expected)
         assert np.all(hashes[1:] >= hashes[:-1])
 
 
-def test_the_bytes_are_those_of_the_drawing() -> None:
+def test_the_bytes_of_a_run_have_the_documented_format() -> None:
     data = bytes(build([(9, 1), (3, 2)], ["x"]).data)
     assert data[:32] == struct.pack("<QQqq", 3, 9, 2, 1)
     assert data[32:40] == b'["x"]   '
@@ -202,7 +210,7 @@ def test_the_bytes_are_those_of_the_drawing() -> None:
     assert data[52:] == TRAILER.pack(2, 8, google_crc32c.value(data[32:68]), MAGIC)
 
 
-def test_an_empty_one_is_a_file_too() -> None:
+def test_an_empty_run_finds_nothing() -> None:
     run = parse(bytes(build([]).data))
     assert run.find_numbers(np.array([1], np.uint64)).tolist() == []
 

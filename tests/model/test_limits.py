@@ -14,7 +14,7 @@ def test_the_last_instant_is_the_last_second_that_a_datetime_has() -> None:
     assert last == datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
-def test_an_instant_plus_a_delay_is_no_overflow() -> None:
+def test_the_latest_instant_plus_the_longest_delay_fits_into_64_bits() -> None:
     assert limits.INSTANT_MS_MAX + limits.DELAY_MS_MAX < 2**63
 
 
@@ -35,7 +35,7 @@ def test_one_message_fits_into_a_frame_and_a_frame_into_its_length_field() -> No
     assert largest * 2 < limits.FRAME_BYTES_MAX < 2**31
 
 
-def test_a_request_is_one_frame() -> None:
+def test_a_request_fits_into_one_frame() -> None:
     assert limits.ROWS_PER_REQUEST_MAX <= limits.FRAME_ROWS_MAX
     assert limits.FRAME_BYTES_MAX <= limits.APPEND_BYTES_IN_FLIGHT_MAX
 
@@ -54,11 +54,11 @@ def test_paths_separators_and_other_characters_are_refused_as_names(name: str) -
     assert not limits.NAME.match(name)
 
 
-def test_a_line_break_at_the_end_is_no_part_of_a_name() -> None:
+def test_a_name_with_a_line_break_at_the_end_is_refused() -> None:
     assert not limits.NAME.fullmatch("orders\n")
 
 
-def test_a_trace_of_a_hundred_messages_has_room_for_their_ids_and_keys() -> None:
+def test_the_ids_and_keys_of_a_trace_of_a_hundred_messages_fit_into_the_keys() -> None:
     """A 4.x client sends 100 contexts together. Each has an id of 32 digits and the keys of its message."""
     names = [f"{n:032X} order-{n} customer-{n}" for n in range(100)]
     assert len(" ".join(names).split()) <= limits.KEYS_PER_MESSAGE_MAX

@@ -33,6 +33,7 @@ NAIVE_EPOCH = EPOCH.replace(tzinfo=None)
 
 
 def us(text: str) -> int:
+    """Convert text in ISO 8601 with an offset to us since 1970."""
     return (datetime.fromisoformat(text) - EPOCH) // US
 
 
@@ -83,40 +84,42 @@ def test_the_changed_zones_have_cases_above() -> None:
 
 
 @pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Berlin", "America/Sao_Paulo", "Pacific/Kwajalein"])
-def test_around_each_change_of_some_zones(zone: str) -> None:
+def test_local_times_around_each_change_of_some_zones_equal_the_oracles(zone: str) -> None:
     check_zone(zone)
 
 
-def test_one_change_of_every_zone() -> None:
+def test_local_times_around_one_change_of_every_zone_equal_the_oracles() -> None:
     for number, zone in enumerate(distinct_zones()):
-        found = list(changes(zone, 1970 + number % 60, 1978 + number % 60))[:1]
-        check_changes(zone, found)
+        zone_changes = list(changes(zone, 1970 + number % 60, 1978 + number % 60))[:1]
+        check_changes(zone, zone_changes)
 
 
 @pytest.mark.siege
 @only_in_a_siege
 @pytest.mark.slow
-def test_around_each_change_of_every_zone() -> None:
+def test_local_times_around_each_change_of_every_zone_equal_the_oracles() -> None:
     assert sum(check_zone(zone) for zone in distinct_zones()) > 15_000
 
 
 def check_zone(zone: str) -> int:
-    found = list(changes(zone))
-    check_changes(zone, found)
-    return len(found)
+    """Check all changes of a zone. Returns their number."""
+    zone_changes = list(changes(zone))
+    check_changes(zone, zone_changes)
+    return len(zone_changes)
 
 
-def check_changes(zone: str, found: list[datetime]) -> None:
-    ours = load_zone(zone)
-    locals_ = [local for change in found for local in local_times_around(change, zone)]
+def check_changes(zone: str, zone_changes: list[datetime]) -> None:
+    """Compare local times and offsets around these changes with the oracle."""
+    rules = load_zone(zone)
+    locals_ = [local for change in zone_changes for local in local_times_around(change, zone)]
     wanted = [first_instant_us(local, zone) for local in locals_]
     numbers = [local_us(local) for local in locals_]
-    assert [ours.instant_us(number) for number in numbers] == wanted
-    assert ours.instants_us(np.array(numbers, np.int64)).tolist() == wanted
-    for change in found:
+    assert [rules.instant_us(number) for number in numbers] == wanted
+    assert rules.instants_us(np.array(numbers, np.int64)).tolist() == wanted
+    for change in zone_changes:
         at_us = (change - EPOCH) // US
         for at in (at_us - 1, at_us):
-            assert ours.offset_us(at) == (EPOCH + at * US).astimezone(clock(zone)).utcoffset() // US
+            assert rules.offset_us(at) == (EPOCH + at * US).astimezone(clock(zone)).utcoffset() // US
 
 
 @given(
@@ -128,11 +131,11 @@ def check_changes(zone: str, found: list[datetime]) -> None:
 @example("America/Havana", naive("9997-11-02T00:30"))
 @example("Antarctica/Troll", naive("2440-03-27T01:30"))
 def test_any_local_time_is_converted_to_the_first_instant(zone: str, local: datetime) -> None:
-    ours, number = load_zone(zone), local_us(local)
+    rules, number = load_zone(zone), local_us(local)
     wanted = first_instant_us(local, zone)
-    assert ours.instant_us(number) == wanted
-    assert ours.instants_us(np.array([number], np.int64)).tolist() == [wanted]
-    assert ours.is_shown(number) == (
+    assert rules.instant_us(number) == wanted
+    assert rules.instants_us(np.array([number], np.int64)).tolist() == [wanted]
+    assert rules.is_shown(number) == (
         (EPOCH + wanted * US).astimezone(clock(zone)).replace(tzinfo=None) == local
     )
 
@@ -141,26 +144,26 @@ def test_any_local_time_is_converted_to_the_first_instant(zone: str, local: date
     "zone", ["Europe/Berlin", "Africa/Cairo", "Australia/Lord_Howe", "Pacific/Apia", "Etc/GMT+5"]
 )
 def test_periods_have_one_offset_and_follow_each_other(zone: str) -> None:
-    ours = load_zone(zone)
+    rules = load_zone(zone)
     # The tables end in 2037 or with the last change. The last of these years follows by the rules of the calendar.
     for first_year in (1970, 2009, 2026, 2830):
         at_us = us(f"{first_year}-06-01T00:00:00+00:00")
         for change in changes(zone, first_year, first_year + 4):
             change_us = (change - EPOCH) // US
-            before, after = ours.period(change_us - 1), ours.period(change_us)
+            before, after = rules.period(change_us - 1), rules.period(change_us)
             assert before.end_us == after.start_us == change_us
             assert (before.offset_us, after.offset_us) == (
-                ours.offset_us(change_us - 1),
-                ours.offset_us(change_us),
+                rules.offset_us(change_us - 1),
+                rules.offset_us(change_us),
             )
-            assert ours.instant_us(after.reached_us - 1) < change_us <= ours.instant_us(after.reached_us)
-        period = ours.period(at_us)
+            assert rules.instant_us(after.reached_us - 1) < change_us <= rules.instant_us(after.reached_us)
+        period = rules.period(at_us)
         assert period.start_us <= at_us < period.end_us
-        assert ours.period(period.start_us) == period
+        assert rules.period(period.start_us) == period
 
 
-def test_instants_that_no_calendar_has() -> None:
-    """As numbers: who takes an instant says which of them it takes."""
+def test_instants_beyond_the_years_of_a_calendar_are_computed() -> None:
+    """The conversion is not limited. Its callers check the range of instants."""
     berlin = load_zone("Europe/Berlin")
     far = (naive("9999-07-01") - NAIVE_EPOCH) // US + 400 * 365 * DAY_US
     assert berlin.instant_us(far) == berlin.instants_us(np.array([far]))[0] > far - 3 * 3_600_000_000
@@ -173,34 +176,34 @@ def test_instants_that_no_calendar_has() -> None:
 @pytest.mark.parametrize(
     "name", ["", "Europe", "europe/berlin", "../zones", "Mars/Olympus", "EST4", "x" * 500, "UTC\n"]
 )
-def test_a_name_of_no_zone_is_refused(name: str) -> None:
+def test_an_unknown_name_of_a_zone_is_refused(name: str) -> None:
     with pytest.raises(InvalidDelay, match=r"no time zone of the IANA's list \(tzdata 20\d\d"):
         load_zone(name)
 
 
-def test_every_zone_is_there() -> None:
+def test_every_zone_of_tzdata_can_be_loaded() -> None:
     assert len(zone_names()) >= 598
     for name in zone_names():
         assert load_zone(name).name == name
 
 
-def test_the_hosts_zones_are_not_asked(tmp_path: Path) -> None:
+def test_the_hosts_rules_of_zones_are_not_used(tmp_path: Path) -> None:
     wrong = tmp_path / "Europe/Berlin"
     wrong.parent.mkdir()
     wrong.write_bytes((resources.files("tzdata") / "zoneinfo/Asia/Tokyo").read_bytes())
     try:
         zoneinfo.reset_tzpath([str(tmp_path)])
         hosts = zoneinfo.ZoneInfo.no_cache("Europe/Berlin")
-        ours = time_parsing._zone.__wrapped__("Europe/Berlin")
+        rules = time_parsing._zone.__wrapped__("Europe/Berlin")
     finally:
         zoneinfo.reset_tzpath()
     noon = datetime(2024, 1, 1, 12, tzinfo=UTC)
     assert noon.astimezone(hosts).utcoffset() == timedelta(hours=9), "the control"
-    assert ours.offset_us((noon - EPOCH) // US) == 3_600_000_000
+    assert rules.offset_us((noon - EPOCH) // US) == 3_600_000_000
 
 
-def test_libraries_that_read_a_repeated_time_otherwise() -> None:
-    """The reason why none of them is asked (docs/times.md); a release that changes it is noticed here."""
+def test_other_libraries_read_a_repeated_time_differently() -> None:
+    """So they are not used for conversions (docs/times.md). A release that changes this fails here."""
     import duckdb
     import pyarrow as pa
 
@@ -209,8 +212,8 @@ def test_libraries_that_read_a_repeated_time_otherwise() -> None:
             database.execute("set timezone = 'Europe/Berlin'")
         except duckdb.Error:
             pytest.skip("DuckDB's time zones are an extension that is not installed")
-        [found] = database.execute("select epoch_us('2026-10-25 02:30:00'::timestamptz)").fetchall()
-    assert found[0] == us("2026-10-25T02:30:00+01:00") == us("2026-10-25T02:30:00+02:00") + 3_600_000_000
+        [row] = database.execute("select epoch_us('2026-10-25 02:30:00'::timestamptz)").fetchall()
+    assert row[0] == us("2026-10-25T02:30:00+01:00") == us("2026-10-25T02:30:00+02:00") + 3_600_000_000
     berlin = clock("Europe/Berlin")
     first, second = (datetime(2026, 10, 25, 2, 30, tzinfo=berlin, fold=fold) for fold in (0, 1))
     assert len({first, second}) == 1 and first.utcoffset() != second.utcoffset()
@@ -242,8 +245,8 @@ def test_a_fixed_offset_is_added_to_each_instant() -> None:
     ],
 )
 def test_a_footers_rule_gives_the_time_of_the_change(rule: str, year: int, local: str) -> None:
-    found = time_parsing._YearlyChange.read(rule).local_s(year)
-    assert NAIVE_EPOCH + timedelta(seconds=found) == datetime.fromisoformat(local)
+    local_s = time_parsing._YearlyChange.read(rule).local_s(year)
+    assert NAIVE_EPOCH + timedelta(seconds=local_s) == datetime.fromisoformat(local)
 
 
 @pytest.mark.parametrize("data", [b"", b"TZif1" + bytes(60), b"TZnn2" + bytes(60)])
@@ -258,7 +261,7 @@ def test_a_footer_that_is_not_understood_is_refused(footer: str) -> None:
         time_parsing._build_zone("Test/Zone", time_parsing._TzifData([], [], 0, footer))
 
 
-def test_the_version_is_the_packages() -> None:
+def test_the_version_is_that_of_the_installed_tzdata() -> None:
     assert time_parsing.VERSION.count(".") >= 1 and int(time_parsing.VERSION.partition(".")[0]) >= 2026
     assert datetime(2026, 12, 1, 15, tzinfo=UTC).astimezone(clock("America/Vancouver")).hour == 8, (
         "the control"

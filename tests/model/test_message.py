@@ -1,4 +1,4 @@
-"""The vocabulary of rows: kinds, schemas, properties, and the one constructor of log rows."""
+"""The kinds, schemas and properties of rows, and the constructors of log rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from timeball.model.message import (
     without_secrets,
 )
 
-# These stand in every log ever written.
+# These numbers and columns are in every log that was ever written.
 KINDS_ON_DISK = {
     "INVALID": 0,
     "MESSAGE": 1,
@@ -54,18 +54,18 @@ def test_kinds_keep_their_numbers() -> None:
     assert {kind.name: int(kind) for kind in Kind} == KINDS_ON_DISK
 
 
-def test_a_change_of_the_columns_is_a_new_version() -> None:
+def test_the_columns_of_schema_version_1_do_not_change() -> None:
     columns = " ".join(f"{field.name}:{field.type}" for field in LOG_SCHEMA)
     assert (SCHEMA_VERSION, columns) == (1, COLUMNS_ON_DISK), (
         "readers of version 1 expect these columns: see log/format.py before changing them"
     )
 
 
-def test_readers_get_the_sequence_number_and_then_the_log() -> None:
+def test_the_read_schema_is_the_number_and_the_columns_of_the_log() -> None:
     assert READ_SCHEMA.names == ["seq", *LOG_SCHEMA.names]
 
 
-def test_a_scheduled_message_at_rest_has_columns_of_the_log() -> None:
+def test_the_columns_of_the_table_have_the_types_of_the_log() -> None:
     for field in TABLE_SCHEMA.remove(TABLE_SCHEMA.get_field_index("number")):
         assert READ_SCHEMA.field(field.name).type == field.type
 
@@ -83,7 +83,7 @@ def test_entries_without_a_separator_are_ignored_as_rocketmq_does() -> None:
     assert decode_properties("") == {}
 
 
-def test_the_last_entry_may_lack_its_end() -> None:
+def test_a_last_property_without_its_end_is_decoded() -> None:
     assert decode_properties("a\x011") == {"a": "1"}
 
 
@@ -91,14 +91,14 @@ plain = st.text(st.characters(exclude_characters="\x01\x02", exclude_categories=
 
 
 @given(st.dictionaries(plain, plain))
-def test_properties_come_back(properties: dict[str, str]) -> None:
+def test_encoded_properties_are_decoded_to_equal_ones(properties: dict[str, str]) -> None:
     assert decode_properties(encode_properties(properties)) == properties
 
 
 # ---- build_rows ------------------------------------------------------------------------------------------
 
 
-def test_columns_left_out_are_null() -> None:
+def test_omitted_columns_are_null() -> None:
     rows = build_rows(3, kind=Kind.MESSAGE)
     assert rows.schema == LOG_SCHEMA and rows.num_rows == 3
     assert rows.column("kind").to_pylist() == [1, 1, 1]
@@ -115,11 +115,11 @@ def test_columns_left_out_are_null() -> None:
     ],
     ids=["sequence", "narrower", "same type", "chunks"],
 )
-def test_a_column_may_be_given_in_many_forms(value: object) -> None:
+def test_build_rows_accepts_columns_in_several_forms(value: object) -> None:
     assert build_rows(3, due_ms=value).column("due_ms").to_pylist() == [5, None, 7]
 
 
-def test_a_numpy_column_and_scalars() -> None:
+def test_build_rows_accepts_a_numpy_column_and_scalars() -> None:
     rows = build_rows(2, due_ms=np.array([1, 2]), topic="orders", body=b"x", flag=3)
     assert rows.column("due_ms").to_pylist() == [1, 2]
     assert (
@@ -128,7 +128,7 @@ def test_a_numpy_column_and_scalars() -> None:
     )
 
 
-def test_an_unknown_column_is_named() -> None:
+def test_an_unknown_column_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="dew_ms"):
         build_rows(1, dew_ms=1)
 
@@ -138,12 +138,12 @@ def test_a_column_of_another_length_is_refused() -> None:
         build_rows(2, due_ms=[1, 2, 3])
 
 
-def test_a_value_that_does_not_fit_is_refused_and_not_cut() -> None:
+def test_a_value_that_does_not_fit_into_its_column_is_refused() -> None:
     with pytest.raises(pa.ArrowInvalid):
         build_rows(1, flag=pa.array([1 << 40]))
 
 
-def test_int64_gives_the_column_itself() -> None:
+def test_int64_views_the_column_without_a_copy() -> None:
     column = pa.array([1, 2, 3], pa.int64())
     values = int64(column)
     assert values.dtype == np.int64 and values.tolist() == [1, 2, 3]
@@ -155,19 +155,19 @@ def test_int64_refuses_nulls() -> None:
         int64(pa.array([1, None], pa.int64()))
 
 
-# ---- rows by value: the short way and the kernels' way say the same -------------------------------------------
+# ---- codes, repeated values and groups: Python code for small batches and kernels agree --------------------------
 
 VALUES = st.lists(st.sampled_from("abcd"), max_size=20)
 
 
 @pytest.mark.parametrize("small_rows", [0, 256])
 @given(values=VALUES)
-def test_codes_name_distinct_values(values: list[str], small_rows: int) -> None:
-    before, message.SMALL_ROWS = message.SMALL_ROWS, small_rows
+def test_codes_are_indexes_of_distinct_values(values: list[str], small_rows: int) -> None:
+    previous, message.SMALL_ROWS = message.SMALL_ROWS, small_rows
     try:
         codes, names = codes_of(pa.array(values, pa.string()))
     finally:
-        message.SMALL_ROWS = before
+        message.SMALL_ROWS = previous
     assert [names[code] for code in codes] == values
     assert len(set(names)) == len(names) == len(set(values))
 
@@ -176,12 +176,12 @@ def test_codes_name_distinct_values(values: list[str], small_rows: int) -> None:
     values=st.lists(st.sampled_from(["", "a", "b", "ab", "aba", "bab"]), min_size=1, max_size=3),
     times=st.integers(1, 3 * message.ALIKE_ROWS),
     cut=st.integers(0, 5),
-    missing=st.booleans(),
+    has_null=st.booleans(),
 )
-def test_codes_of_many_rows_name_what_few_rows_name(
-    values: list[str], times: int, cut: int, missing: bool
+def test_codes_of_repeated_rows_slices_and_nulls_decode_to_the_column(
+    values: list[str], times: int, cut: int, has_null: bool
 ) -> None:
-    rows: list[str | None] = [*values * times, *([None] if missing else [])]
+    rows: list[str | None] = [*values * times, *([None] if has_null else [])]
     column = pa.array(rows, pa.string()).slice(min(cut, len(rows)))
     if column.null_count:
         column = filled(column, "b")
@@ -198,10 +198,10 @@ def test_codes_of_many_rows_name_what_few_rows_name(
         (0, pa.int8()), (-1, pa.int32()), (1_761_000_000_000, pa.int64()), ("wide", pa.large_string()),
     ],
 )  # fmt: skip
-def test_a_value_is_repeated_as_arrow_does(value: str | bytes | int, kind: pa.DataType, count: int) -> None:
-    found = repeated(value, kind, count)
-    found.validate(full=True)
-    assert found.equals(pa.repeat(pa.scalar(value, kind), count))
+def test_repeated_equals_arrows_repeat(value: str | bytes | int, kind: pa.DataType, count: int) -> None:
+    array = repeated(value, kind, count)
+    array.validate(full=True)
+    assert array.equals(pa.repeat(pa.scalar(value, kind), count))
     with pytest.raises(pa.ArrowInvalid):
         repeated(1 << 40, pa.int32(), count)
 
@@ -211,17 +211,17 @@ def test_a_value_is_repeated_as_arrow_does(value: str | bytes | int, kind: pa.Da
     | st.lists(st.sampled_from([0, 7, 32_767]), min_size=300, max_size=310)
     | st.lists(st.sampled_from([0, -1, 32_768, 1 << 40]), min_size=300, max_size=310)
 )
-def test_groups_hold_every_position_once_in_order(values: list[int]) -> None:
+def test_alike_groups_each_row_number_once_in_order(values: list[int]) -> None:
     groups = alike(np.array(values, dtype=np.int64))
     assert [values[group[0]] for group in groups] == sorted(set(values))
-    assert sorted(at for group in groups for at in group.tolist()) == list(range(len(values)))
+    assert sorted(row for group in groups for row in group.tolist()) == list(range(len(values)))
     for group in groups:
-        assert len({values[at] for at in group}) == 1
+        assert len({values[row] for row in group}) == 1
         assert group.tolist() == sorted(group.tolist())
     assert len(groups) == len(set(values))
 
 
-def test_a_column_without_nulls_stays_unchanged() -> None:
+def test_filled_replaces_nulls_and_returns_other_columns_unchanged() -> None:
     column = pa.array([1, 2])
     assert filled(column, 0) is column
     assert filled(pa.array([1, None]), 7).to_pylist() == [1, 7]
@@ -230,26 +230,26 @@ def test_a_column_without_nulls_stays_unchanged() -> None:
 PAIRS = [("topic/a", b'{"queues":1}'), ("secret/receipts", b'"c2VjcmV0"'), ("group/g", b"")]
 
 
-def test_keys_and_values_are_read_as_they_were_written() -> None:
+def test_meta_rows_are_read_as_the_written_pairs() -> None:
     rows = meta_rows(PAIRS, 7)
     assert list(pairs_of(rows)) == PAIRS
     assert set(rows.column("kind").to_pylist()) == {Kind.META}
     assert set(rows.column("store_ms").to_pylist()) == {7}
 
 
-def test_a_meta_row_has_the_values_of_the_columns() -> None:
+def test_a_meta_row_equals_the_row_of_meta_rows() -> None:
     rows = [tuple(row.values()) for row in meta_rows(PAIRS, 7).to_pylist()]
     assert [meta_row(key, value, 7) for key, value in PAIRS] == rows
 
 
-def test_a_secret_is_null_and_everything_else_as_it_was() -> None:
+def test_without_secrets_replaces_only_secret_bodies_by_null() -> None:
     message = build_rows(1, kind=int(Kind.MESSAGE), topic="a", body=b"body", unique_key="secret/of a user")
     rows = with_seq(pa.concat_batches([meta_rows(PAIRS, 7), message]), 1)
-    shown = without_secrets(rows)
-    assert shown.column("body").to_pylist() == [PAIRS[0][1], None, b"", b"body"]
-    assert shown.drop_columns(["body"]).equals(rows.drop_columns(["body"]))
-    none = rows.slice(3)
-    assert without_secrets(none) is none
+    public_rows = without_secrets(rows)
+    assert public_rows.column("body").to_pylist() == [PAIRS[0][1], None, b"", b"body"]
+    assert public_rows.drop_columns(["body"]).equals(rows.drop_columns(["body"]))
+    messages = rows.slice(3)
+    assert without_secrets(messages) is messages
 
 
 @pytest.mark.parametrize(("due_seq", "version_seq"), [(7, None), (9, 9)])

@@ -14,7 +14,7 @@ NOT_WRITABLE = [
 
 
 @pytest.mark.parametrize("topic", NOT_WRITABLE)
-def test_the_brokers_own_topics_refuse_writes_in_rocketmqs_words(topic: str) -> None:
+def test_the_brokers_own_topics_refuse_sends_with_rocketmqs_text(topic: str) -> None:
     assert rules.forbidden(topic) == f"Sending message to topic[{topic}] is forbidden."
     assert rules.conflict(topic) == f"The topic[{topic}] is conflict with system topic."
 
@@ -33,5 +33,5 @@ def test_other_topics_may_be_written_to_and_created(topic: str) -> None:
     assert rules.conflict(topic) is None
 
 
-def test_the_schedule_topic_is_spelled_as_rocketmq_spells_it() -> None:
+def test_the_schedule_topic_has_rocketmqs_name() -> None:
     assert rules.SCHEDULE_TOPIC == "SCHEDULE_TOPIC_" + "X" * 4

@@ -110,7 +110,7 @@ def test_an_error_of_a_signed_duration_names_the_argument(by: object) -> None:
 
 
 @given(st.timedeltas(timedelta(0), timedelta(days=3_000)))
-def test_a_timedelta_is_never_early_nor_a_millisecond_late(after: timedelta) -> None:
+def test_a_timedelta_is_rounded_up_to_whole_milliseconds(after: timedelta) -> None:
     exact = Fraction(after // timedelta(microseconds=1), 1_000)
     assert 0 <= delay_ms(after) - exact < 1
 
@@ -120,14 +120,14 @@ def test_a_timedelta_is_never_early_nor_a_millisecond_late(after: timedelta) -> 
         st.tuples(st.integers(0, 500), st.sampled_from(["ms", "s", "m", "h", "d"])), min_size=1, max_size=5
     )
 )
-def test_text_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> None:
+def test_a_delay_text_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> None:
     units = {"ms": "milliseconds", "s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     total = sum((timedelta(**{units[unit]: count}) for count, unit in parts), timedelta())
     assert delay_ms("".join(f"{count}{unit}" for count, unit in parts)) == delay_ms(total)
 
 
 @given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31)))  # noqa: DTZ001
-def test_all_forms_of_an_instant_are_the_same(at: datetime) -> None:
+def test_all_forms_of_an_instant_give_the_same_milliseconds(at: datetime) -> None:
     text = at.isoformat(timespec="milliseconds")
     at_ms = due_ms(f"{text}Z")
     assert (
@@ -152,7 +152,7 @@ def test_a_due_time_is_converted_to_milliseconds() -> None:
 
 
 @given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC)))  # noqa: DTZ001
-def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
+def test_a_due_time_is_rounded_up_to_whole_milliseconds(at: datetime) -> None:
     exact = Fraction((at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1), 1_000)
     assert 0 <= due_ms(at) - exact < 1
 
@@ -192,17 +192,17 @@ def test_a_datetime_of_zoneinfo_is_the_instant_that_the_oracle_finds(
         for local in local_times_around(change, zone):
             wanted = -(-first_instant_us(local, zone) // 1_000)
             assert due_ms(local.replace(tzinfo=clock(zone))) == wanted
-            again = (EPOCH + (first_instant_us(local, zone) + 1) * US).astimezone(clock(zone))
-            assert due_ms(again) == -(-(first_instant_us(local, zone) + 1) // 1_000)
+            microsecond_later = (EPOCH + (first_instant_us(local, zone) + 1) * US).astimezone(clock(zone))
+            assert due_ms(microsecond_later) == -(-(first_instant_us(local, zone) + 1) // 1_000)
 
 
-def test_the_second_pass_of_a_repeated_time_can_be_asked_for() -> None:
+def test_fold_1_means_the_second_pass_of_a_repeated_time() -> None:
     second = datetime(2026, 10, 25, 2, 30, tzinfo=clock("Europe/Berlin"), fold=1)
     assert due_ms(second) == due_ms("2026-10-25T02:30:00+01:00")
 
 
 def host_zone(name: str) -> ZoneInfo:
-    """A zone of an old file, in which Vancouver changes its clocks for ever."""
+    """Make a zone from an old file, by whose rules Vancouver changes its clocks every year for ever."""
     old = b"TZif2" + bytes(15) + bytes(24) + b"TZif2" + bytes(15)
     old += b"".join(n.to_bytes(4, "big") for n in (0, 0, 0, 0, 1, 4)) + (-28_800).to_bytes(
         4, "big", signed=True
@@ -210,7 +210,7 @@ def host_zone(name: str) -> ZoneInfo:
     return ZoneInfo.from_file(io.BytesIO(old + b"\0\0PST\0\nPST8PDT,M3.2.0,M11.1.0\n"), key=name)
 
 
-def test_rules_of_this_machine_that_differ_from_ours_are_refused() -> None:
+def test_a_zone_whose_rules_differ_from_tzdata_is_refused() -> None:
     """Python reads the host's files first."""
     host = host_zone("America/Vancouver")
     with pytest.raises(
@@ -242,5 +242,5 @@ def test_a_delay_with_a_due_time_is_refused() -> None:
 
 
 @given(st.integers(-(2**50), 2**50))
-def test_the_text_of_a_duration_is_read_back(duration: int) -> None:
+def test_the_text_of_a_duration_is_parsed_to_the_duration(duration: int) -> None:
     assert signed_duration_ms(duration_text(duration)) == duration

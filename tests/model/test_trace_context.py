@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from timeball.model.message import SEND_NAMES, decode_properties
 from timeball.model.trace_context import (
@@ -55,60 +55,58 @@ TEXTS = [
         ({"traceparent": PARENT + "\x02a\x01b"}, ""),
     ],
 )
-def test_a_requests_context_is_what_w3c_allows_and_nothing_else(
-    headers: dict[str, str], expected: str
-) -> None:
+def test_only_a_context_that_w3c_allows_is_taken_from_headers(headers: dict[str, str], expected: str) -> None:
     assert context_from_headers(headers) == expected
 
 
-def test_a_context_is_told_by_its_whole_name() -> None:
+def test_has_context_looks_for_the_complete_property_name() -> None:
     expected = [TRACEPARENT in decode_properties(text or "") for text in TEXTS]
     assert [has_context(text) for text in TEXTS] == expected
     assert has_context_mask(pa.array(TEXTS, pa.string())).to_pylist() == expected
 
 
 def rows_of(texts: list[str | None]) -> list[tuple[Any, ...]]:
-    at = SEND_NAMES.index("properties")
-    return [tuple(text if i == at else i for i in range(len(SEND_NAMES))) for text in texts]
+    index = SEND_NAMES.index("properties")
+    return [tuple(text if column == index else column for column in range(len(SEND_NAMES))) for text in texts]
 
 
-def carried(texts: list[str | None], contexts: list[str | None]) -> list[str | None]:
-    """What becomes of properties, which is the same for rows and for columns."""
-    at = SEND_NAMES.index("properties")
+def add_contexts(texts: list[str | None], contexts: list[str | None]) -> list[str | None]:
+    """Add contexts to messages with these properties, as rows and as columns. Returns the equal results."""
+    index = SEND_NAMES.index("properties")
     rows = with_contexts(rows_of(texts), contexts)
     assert isinstance(rows, list)
     columns = with_contexts(
         pa.record_batch({"topic": ["t"] * len(texts), "properties": pa.array(texts, pa.string())}), contexts
     )
     assert isinstance(columns, pa.RecordBatch)
-    found: list[str | None] = columns.column("properties").to_pylist()
-    assert [row[at] for row in rows] == found
-    assert [row[:at] + row[at + 1 :] for row in rows] == [row[:at] + row[at + 1 :] for row in rows_of(texts)]
-    return found
+    properties: list[str | None] = columns.column("properties").to_pylist()
+    assert [row[index] for row in rows] == properties
+    assert [row[:index] + row[index + 1 :] for row in rows] == [
+        row[:index] + row[index + 1 :] for row in rows_of(texts)
+    ]
+    return properties
 
 
-def test_a_message_keeps_its_own_context_and_what_has_no_room_stays_as_it_is() -> None:
-    found = carried(TEXTS, [CONTEXT] * len(TEXTS))
-    for text, after in zip(TEXTS, found, strict=True):
+def test_a_message_with_a_context_or_long_properties_stays_unchanged() -> None:
+    properties = add_contexts(TEXTS, [CONTEXT] * len(TEXTS))
+    for text, after in zip(TEXTS, properties, strict=True):
         stays = has_context(text) or text == LONG
         assert after == (text if stays else CONTEXT + (text or ""))
-    assert carried(TEXTS, [None] * len(TEXTS)) == TEXTS
+    assert add_contexts(TEXTS, [None] * len(TEXTS)) == TEXTS
 
 
-@given(
-    some.lists(some.tuples(some.sampled_from(TEXTS), some.sampled_from([None, CONTEXT, OTHER])), min_size=1)
-)
-def test_rows_and_columns_carry_alike_and_lose_it_alike(
+@given(st.lists(st.tuples(st.sampled_from(TEXTS), st.sampled_from([None, CONTEXT, OTHER])), min_size=1))
+def test_without_context_undoes_with_contexts(
     messages: list[tuple[str | None, str | None]],
 ) -> None:
     texts, contexts = [text for text, _ in messages], [context for _, context in messages]
-    for before, after in zip(texts, carried(texts, contexts), strict=True):
+    for before, after in zip(texts, add_contexts(texts, contexts), strict=True):
         assert without_context(after) == without_context(before) or (
             before == "" and not without_context(after)
         )
 
 
-def test_columns_without_properties_get_some_and_those_of_another_type_stay() -> None:
+def test_missing_properties_are_added_and_other_types_stay_unchanged() -> None:
     bare = pa.record_batch({"topic": ["a", "b"]})
     whole = with_contexts(bare, [None, CONTEXT])
     assert isinstance(whole, pa.RecordBatch) and whole.column("properties").to_pylist() == [None, CONTEXT]
@@ -128,5 +126,5 @@ def test_columns_without_properties_get_some_and_those_of_another_type_stay() ->
         (f"x{OTHER}", f"x{OTHER}"),
     ],
 )
-def test_properties_without_a_context_stay(text: str | None, expected: str | None) -> None:
+def test_without_context_removes_only_the_context(text: str | None, expected: str | None) -> None:
     assert without_context(text) == expected

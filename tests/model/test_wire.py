@@ -38,36 +38,36 @@ TICKETS = [
 ]
 
 
-def test_every_request_but_the_attachment_is_here() -> None:
+def test_every_request_except_the_attachment_is_tested() -> None:
     same_body = {"compact"}  # as status
     assert REQUESTS.keys() | same_body | {"attach"} == codec.ACTIONS.keys()
 
 
 @pytest.mark.parametrize("verb", REQUESTS)
 @given(data=st.data())
-def test_a_request_is_decoded_as_it_was_made(verb: str, data: st.DataObject) -> None:
+def test_a_request_is_decoded_to_an_equal_one(verb: str, data: st.DataObject) -> None:
     request = data.draw(REQUESTS[verb])
     assert codec.decode_action(verb, msgspec.json.encode(request)) == request
 
 
 @pytest.mark.parametrize("ticket", TICKETS)
-def test_a_ticket_is_decoded_as_it_was_made(ticket: wire.Ticket) -> None:
+def test_a_ticket_is_decoded_to_an_equal_one(ticket: wire.Ticket) -> None:
     assert codec.decode_ticket(msgspec.json.encode(ticket)) == ticket
 
 
-def test_an_acknowledgement_and_a_refusal_are_told_apart() -> None:
+def test_an_acknowledgement_and_a_refusal_are_decoded_to_one_struct() -> None:
     ack = msgspec.json.decode(codec.encode(answers.SendAck(5, 2, 7)), type=answers.SendAnswer)
     assert ack == answers.SendAnswer(5, 2, 7) and ack.error is None
-    refused = msgspec.json.decode(
+    refusal = msgspec.json.decode(
         codec.encode(answers.SendRefusal("over_limit", "later")), type=answers.SendAnswer
     )
-    assert (refused.error, refused.text) == ("over_limit", "later")
-    brought = msgspec.json.decode(codec.encode(answers.ReleaseAck(3, 1)), type=answers.ReleaseAnswer)
-    assert brought == answers.ReleaseAnswer(3, 1)
+    assert (refusal.error, refusal.text) == ("over_limit", "later")
+    release_answer = msgspec.json.decode(codec.encode(answers.ReleaseAck(3, 1)), type=answers.ReleaseAnswer)
+    assert release_answer == answers.ReleaseAnswer(3, 1)
 
 
-def test_a_verdict_says_whether_the_message_will_not_be_delivered() -> None:
-    made = codec.encode([answers.Verdict("a", "cancelled", 5, 7), answers.Verdict("b", "not_found")])
-    cancelled, missing = msgspec.json.decode(made, type=list[answers.Verdict])
+def test_a_decoded_verdict_is_cancelled_if_the_message_is_not_delivered() -> None:
+    data = codec.encode([answers.Verdict("a", "cancelled", 5, 7), answers.Verdict("b", "not_found")])
+    cancelled, missing = msgspec.json.decode(data, type=list[answers.Verdict])
     assert cancelled == answers.Verdict("a", "cancelled", 5, 7) and cancelled.cancelled
     assert missing == answers.Verdict("b", "not_found") and not missing.cancelled
