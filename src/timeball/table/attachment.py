@@ -137,16 +137,16 @@ def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
     """Compute a mask: True for each sequence number that is in one of the ranges, which are disjoint."""
     if not ranges:
         return np.zeros(len(seq), dtype=np.bool_)
-    bounds = np.array(sorted(ranges), dtype=np.int64)
-    index = np.searchsorted(bounds[:, 0], seq, side="right") - 1
-    return np.asarray((index >= 0) & (seq < bounds[index, 0] + bounds[index, 1]))
+    first_seq, rows = np.array(sorted(ranges), dtype=np.int64).T
+    index = np.searchsorted(first_seq, seq, side="right") - 1
+    return np.asarray((index >= 0) & (seq < first_seq[index] + rows[index]))
 
 
 def overlap(begin: Int64Array, end: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
     """Compute a mask: True for each span begin <= seq < end that overlaps one of the ranges, which are disjoint."""
     if not ranges:
         return np.zeros(len(begin), dtype=np.bool_)
-    bounds = np.array(sorted(ranges), dtype=np.int64)
+    first_seq, rows = np.array(sorted(ranges), dtype=np.int64).T
     # Disjoint ranges: of those that begin before the end of a span, the last one also ends last.
-    index = np.searchsorted(bounds[:, 0], end, side="left") - 1
-    return np.asarray((index >= 0) & (begin < bounds[index, 0] + bounds[index, 1]))
+    index = np.searchsorted(first_seq, end, side="left") - 1
+    return np.asarray((index >= 0) & (begin < first_seq[index] + rows[index]))

@@ -47,7 +47,10 @@ class DataFiles(Protocol):
 
 
 class DataFile:
-    """A live data file. Blocking. Belongs to the reader thread."""
+    """A live data file. Blocking, for one thread at a time.
+
+    Methods that read the file raise Corrupt if it is damaged, and the errors of `DataFiles`. They open it if needed.
+    """
 
     def __init__(self, files: DataFiles, entry: FileEntry) -> None:
         self._files = files
@@ -472,6 +475,7 @@ def _group_bounds(groups: list[pq.RowGroupMetaData], name: str) -> tuple[Int64Ar
         raise Corrupt(f"a file without rows, or without statistics of {name}: write it with layout.cut_files")
     low, high = ([getattr(s, end) for s in statistics] for end in ("min", "max"))
     return np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
+    """Read the columns due_ms and seq of rows, which may have several chunks."""
 
 
 def _due_and_seq(rows: pa.Table) -> tuple[Int64Array, Int64Array]:

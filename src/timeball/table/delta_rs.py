@@ -75,7 +75,7 @@ def replace_table(uri: str, options: dict[str, str] | None) -> DeltaTable:
 def is_disk_full(error: BaseException) -> bool:
     """Check whether an error of delta-rs means a full disk. delta-rs reports the cause only as text."""
     number = getattr(error, "errno", None)
-    return number in DISK_FULL or any(f"(os error {full})" in str(error) for full in DISK_FULL)
+    return number in DISK_FULL or any(f"(os error {code})" in str(error) for code in DISK_FULL)
 
 
 def commit(

@@ -219,7 +219,9 @@ class _Block:
     """
 
     def __init__(self, message: bytes) -> None:
+        """Find the buffers. `message`: a marker and the length of the metadata, 4 bytes each, the metadata, the body."""
         self._message = message
+        # `target` adds the length to its own position, so 4 bytes more lead to the body.
         body_at = 4 + fb.target(message, 4)
         batch_at = fb.target(message, fb.present_field(message, fb.target(message, 8), fb.MESSAGE_HEADER))
         buffers_at = fb.target(message, fb.present_field(message, batch_at, fb.BATCH_BUFFERS)) + 4
@@ -240,6 +242,7 @@ class _Block:
         for column_struct, bitmap, values_at, text_at in zip(
             _COLUMN_STRUCTS, self._bitmaps, self._values, self._texts, strict=True
         ):
+            # The bitmap has one bit per row. A zero bit is a null.
             if bitmap >= 0 and not message[bitmap + (row >> 3)] >> (row & 7) & 1:
                 values.append(None)
             elif text_at < 0:

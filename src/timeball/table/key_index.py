@@ -339,6 +339,7 @@ class TableKeys:
             index_maps.append(index_map)
 
         def renumber(index: int, pairs: Pairs) -> Pairs:
+            """Give positions the new indexes of their files, and drop the pairs of files that get none."""
             hashes, positions = pairs
             index_map = index_maps[index][positions >> ROW_BITS]
             is_live = index_map >= 0

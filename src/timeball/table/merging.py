@@ -73,8 +73,8 @@ class Merge(NamedTuple):
 def choose(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> Merge:
     """Choose the files of the next rewrite, within the limits of a rewrite, or one larger file to split."""
     # The names of buckets sort by time, so the earliest comes first.
-    if near := _near_large_files(sorted(entries, key=lambda entry: entry.bucket), now_ms):
-        return Merge("split", _within_limits(near, raw_bytes))
+    if near_files := _near_large_files(sorted(entries, key=lambda entry: entry.bucket), now_ms):
+        return Merge("split", _within_limits(near_files, raw_bytes))
     small_files, large_files = defaultdict[str, list[FileEntry]](list), list[FileEntry]()
     for entry in entries:
         if _is_small(entry):
@@ -82,10 +82,10 @@ def choose(entries: list[FileEntry], now_ms: int, raw_bytes: RawBytes) -> Merge:
         else:
             large_files.append(entry)
     for _, files in sorted(small_files.items()):
-        if chosen := _choose_similar(files, raw_bytes):
-            return Merge("small", chosen)
-    if chosen := _overlapping(large_files, raw_bytes):
-        return Merge("overlap", chosen)
+        if similar_files := _choose_similar(files, raw_bytes):
+            return Merge("small", similar_files)
+    if similar_files := _overlapping(large_files, raw_bytes):
+        return Merge("overlap", similar_files)
     return Merge("", [])
 
 
@@ -108,9 +108,9 @@ def _near_large_files(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
 
     The schedule then reads a file of an hour and not that of a day or month.
     """
-    near = list[FileEntry]()
+    near_files = list[FileEntry]()
     for entry in entries:
-        if near and entry.bucket != near[0].bucket:
+        if near_files and entry.bucket != near_files[0].bucket:
             break
         # Twice the size: a writer estimates the size of a file, and must not make one that is split again.
         is_large = entry.rows > layout.FILE_ROWS or entry.size_bytes > 2 * layout.FILE_BYTES
@@ -121,8 +121,8 @@ def _near_large_files(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
             # Skip files whose rows would get the same bucket again.
             and layout.bucket_names(np.array([entry.min_due_ms]), now_ms) != [entry.bucket]
         ):
-            near.append(entry)
-    return near
+            near_files.append(entry)
+    return near_files
 
 
 def _overlapping(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]:
@@ -134,8 +134,8 @@ def _overlapping(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEntry]
     depths = np.searchsorted(np.sort(begins), times, side="right") - np.searchsorted(np.sort(ends), times)
     for time_ms in times[depths >= FILES_MIN].tolist():
         indexes = np.flatnonzero((begins <= time_ms) & (time_ms <= ends)).tolist()
-        if chosen := _choose_similar([files[index] for index in indexes], raw_bytes):
-            return chosen
+        if similar_files := _choose_similar([files[index] for index in indexes], raw_bytes):
+            return similar_files
     return []
 
 
@@ -149,10 +149,10 @@ def _choose_similar(files: list[FileEntry], raw_bytes: RawBytes) -> list[FileEnt
     # For each file: the end of the run of files with at most SIZE_RATIO times its rows.
     ends = np.searchsorted(rows, SIZE_RATIO * np.maximum(rows, 1), side="right")
     for begin in np.flatnonzero(ends - np.arange(len(rows)) >= FILES_MIN).tolist():
-        chosen = _within_limits(by_rows[begin : ends[begin]], raw_bytes)
+        similar_files = _within_limits(by_rows[begin : ends[begin]], raw_bytes)
         # A file that reaches the limits alone would be rewritten for ever. (Tests set FILES_MIN to 1.)
-        if len(chosen) >= min(2, FILES_MIN):
-            return chosen
+        if len(similar_files) >= min(2, FILES_MIN):
+            return similar_files
     return []
 
 
@@ -163,8 +163,8 @@ def _within_limits(entries: list[FileEntry], raw_bytes: RawBytes) -> list[FileEn
     count = min(
         np.searchsorted(rows, ROWS_MAX, side="right"), np.searchsorted(size_bytes, BYTES_MAX, side="right")
     )
-    within = entries[: max(1, int(count))]
-    if len(within) == 1:
-        return within
-    sizes = accumulate(map(raw_bytes, within))
-    return within[: max(1, sum(1 for _ in takewhile(lambda size: size <= RAW_BYTES_MAX, sizes)))]
+    first_entries = entries[: max(1, int(count))]
+    if len(first_entries) == 1:
+        return first_entries
+    sizes = accumulate(map(raw_bytes, first_entries))
+    return first_entries[: max(1, sum(1 for _ in takewhile(lambda size: size <= RAW_BYTES_MAX, sizes)))]

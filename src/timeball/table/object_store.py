@@ -516,7 +516,7 @@ class FileCache:
 
         Raises Unavailable.
         """
-        list(self.threads.map(self._put, entries))
+        list(self.threads.map(self._put, entries))  # `list` raises the first error
 
     def _put(self, entry: FileEntry) -> None:
         """Upload a file of the data folder, unless it is known to be in the store."""
@@ -556,8 +556,8 @@ class FileCache:
             DataFile(self._files, entry).check()
         self.put(missing)
         # No attach is under way that could need these copies.
-        detached = self._unchecked.keys() - {entry.path for entry in live}
-        for path in detached:
+        detached_paths = self._unchecked.keys() - {entry.path for entry in live}
+        for path in detached_paths:
             self._remove(path)
 
     def restore_missing(self, live: Sequence[FileEntry]) -> list[FileEntry]:
