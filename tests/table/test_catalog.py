@@ -28,7 +28,7 @@ from timeball.table.layout import FOLDER
 DUES = [NOW_MS + hour * HOUR_MS for hour in (1, 2, 3)]
 
 
-def opened(files: Files) -> Catalog:
+def open_catalog(files: Files) -> Catalog:
     """Open the table, or create it."""
     catalog = Catalog(files)
     catalog.open()
@@ -83,7 +83,7 @@ def test_new_table_is_empty_and_reopens_unchanged(files: Files) -> None:
 
 
 def test_attach_adds_and_removes_files(files: Files) -> None:
-    catalog = opened(files)
+    catalog = open_catalog(files)
     one, two = put(catalog, files, 5), put(catalog, files, 9)
     three = put(catalog, files, 12, removed=one)
     for state in (catalog.state(), Catalog(files).open()):
@@ -94,7 +94,7 @@ def test_attach_adds_and_removes_files(files: Files) -> None:
 
 
 def test_repeated_attach_changes_nothing(files: Files) -> None:
-    catalog = opened(files)
+    catalog = open_catalog(files)
     entries = put(catalog, files, 9)
     before = commits(files)
     for seq in (9, 8, 1):
@@ -104,7 +104,7 @@ def test_repeated_attach_changes_nothing(files: Files) -> None:
 
 
 def test_deltalake_reads_rows_statistics_and_our_transaction(files: Files) -> None:
-    catalog = opened(files)
+    catalog = open_catalog(files)
     rows = table_rows([*DUES, NOW_MS + 500 * DAY_MS], first_seq=100)
     change = attachment(write(files, rows), job="compact", to_seq=104)
     catalog.sync_data(change.files)
@@ -127,7 +127,7 @@ def test_deltalake_reads_rows_statistics_and_our_transaction(files: Files) -> No
 
 def test_rewrite_commits_without_data_change(files: Files) -> None:
     """A stream that follows the table must not get the same rows again from their new file."""
-    catalog = opened(files)
+    catalog = open_catalog(files)
     one = put(catalog, files, 5)
     put(catalog, files, 6, removed=one)
     lines = bytes(files.map_readonly(f"{DELTA_LOG}/{commits(files)[-1]}")).splitlines()
@@ -137,7 +137,7 @@ def test_rewrite_commits_without_data_change(files: Files) -> None:
 
 
 def test_readers_of_an_older_version_are_undisturbed(files: Files) -> None:
-    catalog = opened(files)
+    catalog = open_catalog(files)
     one = put(catalog, files, 5)
     old = as_delta(catalog)
     put(catalog, files, 6, removed=one)
@@ -146,7 +146,7 @@ def test_readers_of_an_older_version_are_undisturbed(files: Files) -> None:
 
 def test_checkpoint_is_written_at_regular_versions(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "CHECKPOINT_EVERY", 3)
-    catalog = opened(files)
+    catalog = open_catalog(files)
     for seq in range(1, 8):
         put(catalog, files, seq)
     checkpoints = [name for name in files.list_dir(DELTA_LOG) if name.endswith(".checkpoint.parquet")]
@@ -159,39 +159,39 @@ def test_checkpoint_is_written_at_regular_versions(files: Files, monkeypatch: py
 
 def test_torn_newest_commit_is_removed_and_repeated(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
-    catalog = opened(files)
+    catalog = open_catalog(files)
     put(catalog, files, 5)
     entries = write(files, table_rows(DUES[1:2], first_seq=6))
     newest = f"{DELTA_LOG}/{2:020d}.json"
     for size in (0, 1, 40, 300, -1):
-        catalog = opened(files)
+        catalog = open_catalog(files)
         catalog.commit(attachment(entries), 6, [], NOW_MS)
         whole = bytes(files.map_readonly(newest))
         (tmp_path / newest).write_bytes(whole[:size])
         repeated = Catalog(files).open()
         assert (repeated.version, repeated.attach_seq, len(repeated.files)) == (1, 5, 1)
-    catalog = opened(files)
+    catalog = open_catalog(files)
     assert catalog.commit(attachment(entries), 6, [], NOW_MS) == 2
     assert seqs(as_delta(catalog)) == [5, 6]
 
 
 def test_commit_entry_of_zeros_counts_as_torn(files: Files) -> None:
     """After a power cut, a file system may have the size of a file but not its content."""
-    catalog = opened(files)
+    catalog = open_catalog(files)
     put(catalog, files, 5)
     files.replace(f"{DELTA_LOG}/{1:020d}.json", bytes(700))
     assert Catalog(files).open() == TableState(0, 0, [])
 
 
 def test_interrupted_creation_of_the_table_is_repeated(files: Files) -> None:
-    opened(files)
+    open_catalog(files)
     files.replace(f"{DELTA_LOG}/{0:020d}.json", b'{"protocol":{"minReader')
     assert Catalog(files).open() == TableState(0, 0, [])
     assert len(commits(files)) == 1
 
 
 def test_temporary_files_of_delta_are_removed_at_open(files: Files) -> None:
-    catalog = opened(files)
+    catalog = open_catalog(files)
     put(catalog, files, 5)
     files.replace(f"{DELTA_LOG}/_commit_1234.json.tmp", b"{")
     files.replace(f"{DELTA_LOG}/_last_checkpoint", b'{"version":1,"si')
@@ -205,7 +205,7 @@ def test_temporary_files_of_delta_are_removed_at_open(files: Files) -> None:
 
 def attach_three_times(files: Files) -> list[FileEntry]:
     """Make attaches with the TABLE rows 5, 6 and 9. The last removes the file of the first. Returns the live files."""
-    catalog = opened(files)
+    catalog = open_catalog(files)
     one, two = put(catalog, files, 5), put(catalog, files, 6)
     return [*two, *put(catalog, files, 9, removed=one)]
 
@@ -294,7 +294,7 @@ def test_missing_or_truncated_data_file_is_named_in_the_error(files: Files) -> N
 @pytest.fixture
 def on_disk(tmp_path: Path) -> tuple[RealFiles, Catalog]:
     files = RealFiles(tmp_path)
-    return files, opened(files)
+    return files, open_catalog(files)
 
 
 def age(files: RealFiles, entries: list[FileEntry], hours: int = 48) -> None:
@@ -361,7 +361,7 @@ def attach_four_times(files: CrashFiles, done: list[TableRow], log: list[TableRo
 
     Adds the TABLE rows to `log`, and those whose commit has returned to `done`. Both are filled up to a power cut.
     """
-    catalog = opened(files)
+    catalog = open_catalog(files)
     removed: list[FileEntry] = []
     for seq in SEQS:
         entries = write(files, table_rows([DUES[seq % 3]], first_seq=seq))

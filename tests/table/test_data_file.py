@@ -180,20 +180,20 @@ def test_closed_file_leaves_no_reference_cycle() -> None:
     """A footer may be larger than the rows, and a cycle would keep it until the garbage collector runs."""
     file = one_file(table_rows([1, 2, 3]))
     gc.collect()
-    of_others = footers()  # other tests still use them
+    of_other_tests = footers()  # other tests still use them
     gc.disable()
     try:
         file.check()
-        assert footers() > of_others, "an open file has its footer"
+        assert footers() > of_other_tests, "an open file has its footer"
         file.key_columns()
         file.close()
-        assert footers() == of_others
+        assert footers() == of_other_tests
     finally:
         gc.enable()
 
 
-def test_failed_look_up_leaves_the_file_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
-    entry, data, _ = whole
+def test_failed_look_up_leaves_the_file_closed(sound_file: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+    entry, data, _ = sound_file
     seq_column = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0)
     begin = seq_column.dictionary_page_offset or seq_column.data_page_offset
     file = DataFile(OneFile(damaged(data, begin + seq_column.total_compressed_size - 1, 0)), entry)
@@ -247,13 +247,13 @@ class OneFile(CrashFiles):
 
 
 @pytest.fixture(scope="module")
-def whole() -> tuple[FileEntry, bytes, list[pa.Table]]:
-    """A file of several row groups: its entry, its bytes, and the results of `answers`."""
+def sound_file() -> tuple[FileEntry, bytes, list[pa.Table]]:
+    """A file of several row groups: its entry, its bytes, and the results of `read_all_ways`."""
     file = one_file(table_rows([BEGIN_MS + i // 3 for i in range(3 * GROUP_ROWS)]))
-    return file.entry, file._files.content(f"{FOLDER}/{file.entry.path}"), answers(file)
+    return file.entry, file._files.content(f"{FOLDER}/{file.entry.path}"), read_all_ways(file)
 
 
-def answers(file: DataFile) -> list[pa.Table]:
+def read_all_ways(file: DataFile) -> list[pa.Table]:
     """Read rows of the file in all ways: by position, by index, and by number."""
     windows = [EVERYTHING, ((BEGIN_MS + 1, 4), (BEGIN_MS + 6, 0))]
     result = [file.rows_between(low, high) for low, high in windows]
@@ -270,14 +270,14 @@ def damaged(data: bytes, position: int, bit: int) -> bytes:
     return bytes(copy)
 
 
-def test_flipped_bit_raises_or_changes_no_row(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
-    """Each read returns the right rows, or raises an error that names the file. Most flipped bits are noticed."""
-    entry, data, right = whole
+def test_flipped_bit_raises_or_changes_no_row(sound_file: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+    """Each read returns the expected rows, or raises an error that names the file. Most flipped bits are noticed."""
+    entry, data, expected = sound_file
     noticed, positions = 0, range(0, len(data), 3)
     for position in positions:
         file = DataFile(OneFile(damaged(data, position, position % 8)), entry)
         try:
-            assert answers(file) == right, f"byte {position}"
+            assert read_all_ways(file) == expected, f"byte {position}"
         except Corrupt as error:
             assert entry.path in str(error)
             assert "restore this file from a copy" in str(error)
@@ -286,21 +286,21 @@ def test_flipped_bit_raises_or_changes_no_row(whole: tuple[FileEntry, bytes, lis
 
 
 def test_damaged_footer_loses_rows_without_the_seal_check(
-    whole: tuple[FileEntry, bytes, list[pa.Table]], monkeypatch: pytest.MonkeyPatch
+    sound_file: tuple[FileEntry, bytes, list[pa.Table]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above, and the reason for the seal: wrong statistics make a row group begin later."""
-    entry, data, right = whole
+    entry, data, expected = sound_file
     monkeypatch.setattr(data_file, "check_seal", lambda data: None)
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     begin, later = (value.to_bytes(8, "little") for value in (BEGIN_MS + 5, BEGIN_MS + 7))
     assert begin in data[footer:], "the first due time of the last row group"
     with_wrong_footer = data[:footer] + data[footer:].replace(begin, later)
-    result = answers(DataFile(OneFile(with_wrong_footer), entry))
-    assert result[1].num_rows < right[1].num_rows
+    result = read_all_ways(DataFile(OneFile(with_wrong_footer), entry))
+    assert result[1].num_rows < expected[1].num_rows
 
 
-def test_truncated_file_raises_corrupt(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
-    entry, data, _ = whole
+def test_truncated_file_raises_corrupt(sound_file: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+    entry, data, _ = sound_file
     for size in [0, 1, 11, *range(16, len(data), 97), len(data) - 1]:
         with pytest.raises(Corrupt, match="restore this file"):
             DataFile(OneFile(data[:size]), entry).check()
@@ -315,10 +315,10 @@ def wrong_entries(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
 
 
 def test_entry_that_differs_from_the_footer_is_refused(
-    whole: tuple[FileEntry, bytes, list[pa.Table]],
+    sound_file: tuple[FileEntry, bytes, list[pa.Table]],
 ) -> None:
     """With a range of due times that is too narrow, the schedule would not read some scheduled messages."""
-    entry, data, _ = whole
+    entry, data, _ = sound_file
     DataFile(OneFile(data), entry).check()
     for name, wrong_entry in wrong_entries(entry):
         with pytest.raises(Corrupt, match=f"has {name} .*, its attach says"):
@@ -344,9 +344,9 @@ def test_check_of_a_missing_file_raises_not_found() -> None:
 
 def test_a_closed_file_is_opened_again_by_a_read() -> None:
     file = one_file(table_rows([BEGIN_MS, BEGIN_MS + 1]))
-    before = answers(file)
+    before = read_all_ways(file)
     file.close()
-    assert answers(file) == before
+    assert read_all_ways(file) == before
 
 
 def test_pages_that_the_disk_cannot_read_raise_corrupt(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def put_files(store: ObjectStore, tmp_path: Path, count: int = 3) -> list[FileEn
     return entries
 
 
-def opened(store: ObjectStore, tmp_path: Path, size_bytes_max: int = 1 << 30) -> FileCache:
+def open_cache(store: ObjectStore, tmp_path: Path, size_bytes_max: int = 1 << 30) -> FileCache:
     """Open the cache as a start of the broker does."""
     return FileCache(RealFiles(tmp_path / "data"), store, size_bytes_max)
 
@@ -46,7 +46,7 @@ def test_file_is_fetched_once_and_reused_after_a_restart(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     [entry, *_] = put_files(store, tmp_path)
-    cache = opened(store, tmp_path)
+    cache = open_cache(store, tmp_path)
     cache.check([entry])
     assert not cache.is_local(entry.path)
     with ThreadPoolExecutor(4) as threads:
@@ -55,7 +55,7 @@ def test_file_is_fetched_once_and_reused_after_a_restart(
     cache.close()
     (tmp_path / "data" / FOLDER / f"{entry.path}.fetched").write_bytes(b"an incomplete copy")
     proxy.go_away()
-    restarted = opened(store, tmp_path)
+    restarted = open_cache(store, tmp_path)
     assert not restarted.is_local(entry.path), "its copy is not checked yet"
     restarted.fetch(entry.path)
     assert restarted.is_local(entry.path) and restarted.fetched_files == 0
@@ -68,7 +68,7 @@ def test_pinned_files_stay_and_least_recently_used_are_evicted_first(
     store: ObjectStore, tmp_path: Path
 ) -> None:
     first, second, third = put_files(store, tmp_path)
-    cache = opened(store, tmp_path, first.size_bytes + second.size_bytes + 10)
+    cache = open_cache(store, tmp_path, first.size_bytes + second.size_bytes + 10)
     cache.upload_missing([first, second, third])
     cache.pin([first.path])
     for entry in (first, second, third):
@@ -85,7 +85,7 @@ def test_a_file_that_differs_from_its_entry_is_damaged_or_missing_is_refused(
     store: ObjectStore, tmp_path: Path
 ) -> None:
     [entry, *_] = put_files(store, tmp_path)
-    cache = opened(store, tmp_path)
+    cache = open_cache(store, tmp_path)
     with pytest.raises(Corrupt, match="rows 100, its attach says 99"):
         cache.check([msgspec.structs.replace(entry, rows=99)])
     name = f"{FOLDER}/{entry.path}"
@@ -113,7 +113,7 @@ def test_large_file_is_read_by_ranges_until_it_is_local(
     [entry] = write(elsewhere, table_rows([NOW_MS + HOUR_MS] * 20_000, body=bodies))
     name = f"{FOLDER}/{entry.path}"
     store.put(name, elsewhere.map_readonly(name))
-    cache = opened(store, tmp_path)
+    cache = open_cache(store, tmp_path)
     file = DataFile(RangedFiles(cache, 1), entry)
     proxy.asked.clear()
     assert [row["unique_key"] for row in file.identities_at([7, 19_000])] == ["id8", "id19001"]

@@ -39,7 +39,7 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-def opened(data: bytes) -> Identities:
+def open_identities(data: bytes) -> Identities:
     """Open identities that are in a file, after other bytes."""
     whole = BEFORE + data
     return Identities(pa.py_buffer(whole).slice, len(whole))
@@ -56,7 +56,7 @@ def test_decoded_identities_equal_the_encoded_rows(
     """`many_rows`: from this number of rows of a block on, Arrow decodes the block."""
     numbers, ids, keys = zip(*rows, strict=True)
     table = table_rows([NOW_MS + n for n in range(len(rows))], number=numbers, unique_key=ids, keys=keys)
-    result, expected = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
+    result, expected = open_identities(encode(table)), table.select(ID_COLUMNS).to_pylist()
     indexes = [index for index in indexes if index < len(rows)]
     assert result.rows == len(rows)
     with pytest.MonkeyPatch.context() as patched:
@@ -74,7 +74,7 @@ def test_hexadecimal_ids_of_one_case_are_stored_in_16_bytes(digits: str) -> None
     """In the column `id16`. All other ids stay texts."""
     ids = [digits[n:] + digits + digits[:n] for n in range(16)]
     sliced = table_rows([NOW_MS] * 16, unique_key=ids).slice(3, 12)
-    result = opened(encode(sliced))
+    result = open_identities(encode(sliced))
     assert [row["unique_key"] for row in result.rows_at(range(12))] == ids[3:15]
     id16 = pa.ipc.read_record_batch(result._block(0), identities._BLOCK_SCHEMA).column("id16")
     is_stored_so = digits in ("0123456789abcdef", "ABCDEF0123456789")
@@ -95,7 +95,7 @@ def test_every_flipped_bit_is_noticed() -> None:
             damaged = bytearray(data)
             damaged[position] ^= 1 << bit
             with pytest.raises(Corrupt):
-                opened(bytes(damaged)).rows_at(range(9))
+                open_identities(bytes(damaged)).rows_at(range(9))
     for position in range(magic_begin, len(data)):
         damaged = bytearray(data)
         damaged[position] = ord("?")
@@ -117,4 +117,4 @@ def test_damaged_block_is_decoded_without_the_checksum(monkeypatch: pytest.Monke
     data = encode(table_rows([NOW_MS + n for n in range(9)]))
     block_rows_begin = len(data) - identities.TRAILER.size + 16  # the field after block_bytes and rows
     damaged = data[:block_rows_begin] + b"\x03" + data[block_rows_begin + 1 :]
-    assert opened(damaged).rows_at([3]) != opened(data).rows_at([3])
+    assert open_identities(damaged).rows_at([3]) != open_identities(data).rows_at([3])

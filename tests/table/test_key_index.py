@@ -33,7 +33,7 @@ BEGIN_MS = ONE_BUCKET[0]
 
 
 @contextmanager
-def small() -> Iterator[None]:
+def small_limits() -> Iterator[None]:
     """Use blocks of four pairs, merges from three runs on, and few open and mapped files, within the block."""
     with small_groups(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_hash, "BLOCK_PAIRS", 4)
@@ -78,7 +78,7 @@ class Table:
         del self.entries[path], self.rows[path]
         self.files.remove(f"{FOLDER}/{path}")
 
-    def scanned(self, texts: Sequence[str]) -> list[int]:
+    def find_by_scan(self, texts: Sequence[str]) -> list[int]:
         """Find the numbers of the rows with one of these keys by reading all rows."""
         return sorted(
             row["seq"]
@@ -115,13 +115,13 @@ STEPS = st.one_of(
     st.lists(STEPS, min_size=1, max_size=14), st.lists(st.sampled_from([*WORDS, "id3", "id9"]), min_size=1)
 )
 def test_index_answers_like_a_scan_of_all_files(steps: list[tuple[str, object]], keys: list[str]) -> None:
-    with small():
+    with small_limits():
         table = Table(CrashFiles())
         index = TableKeys(table.files)
         for step, argument in steps:
             live = run_step(table, index, step, argument)
             index = TableKeys(table.files) if step == "start" else index
-            assert find(index, live, keys) == table.scanned(keys), step
+            assert find(index, live, keys) == table.find_by_scan(keys), step
             seqs = index.find_seqs(live, np.arange(3, 30, 4)).column("seq").to_pylist()
             all_seqs = [row["seq"] for rows in table.rows.values() for row in rows.to_pylist()]
             assert sorted(seqs) == sorted(set(all_seqs) & set(range(3, 30, 4)))
@@ -159,11 +159,11 @@ def run_step(table: Table, index: TableKeys, step: str, argument: object) -> Fil
 
 
 def test_index_that_skips_a_file_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of `find` and `scanned`. Without `_unlisted`, the index misses a new file, which no run lists."""
+    """The control of `find` and `find_by_scan`. Without `_unlisted`, the index misses a new file, which no run lists."""
     monkeypatch.setattr(TableKeys, "_unlisted", lambda self, live: {})
     table = Table(CrashFiles())
     table.add(["red"], with_run=False)
-    assert find(TableKeys(table.files), table.live, ["red"]) != table.scanned(["red"])
+    assert find(TableKeys(table.files), table.live, ["red"]) != table.find_by_scan(["red"])
 
 
 def table_with_files(count: int) -> Table:
@@ -175,7 +175,7 @@ def table_with_files(count: int) -> Table:
 
 
 def test_merge_reduces_runs_and_drops_pairs_of_removed_files() -> None:
-    with small():
+    with small_limits():
         table = table_with_files(9)
         index = TableKeys(table.files)
         index.bring_up(table.live)
@@ -230,7 +230,7 @@ def test_look_up_reads_only_the_files_that_the_runs_name(
 
 
 def test_least_recently_used_files_are_closed() -> None:
-    with small():
+    with small_limits():
         table = table_with_files(9)
         index, live = TableKeys(table.files), table.live
         for seq in range(1, 28):
@@ -241,7 +241,7 @@ def test_least_recently_used_files_are_closed() -> None:
 
 
 def test_mapped_files_are_limited_and_live() -> None:
-    with small():
+    with small_limits():
         table = table_with_files(5)
         index = TableKeys(table.files)
         for seq in (1, 4, 7, 4):
@@ -311,7 +311,7 @@ def change_often(files: Files, table: Table) -> None:
 
 @pytest.mark.slow
 def test_index_answers_like_a_scan_after_a_power_cut_at_every_call() -> None:
-    with small():
+    with small_limits():
         uncut = CrashFiles()
         change_often(uncut, Table(uncut))
         for call in range(1, uncut.calls + 1):
@@ -325,8 +325,8 @@ def test_index_answers_like_a_scan_after_a_power_cut_at_every_call() -> None:
                 remaining = Table(disk, {path: table.rows[path] for path in entries}, entries)
                 disk.make_dir(KEYS_FOLDER)
                 index = TableKeys(disk)
-                assert find(index, remaining.live, WORDS) == remaining.scanned(WORDS), (call, seed)
-                assert find(index, remaining.live, ["id3"]) == remaining.scanned(["id3"]), (call, seed)
+                assert find(index, remaining.live, WORDS) == remaining.find_by_scan(WORDS), (call, seed)
+                assert find(index, remaining.live, ["id3"]) == remaining.find_by_scan(["id3"]), (call, seed)
 
 
 def is_complete(files: CrashFiles, entry: FileEntry) -> bool:
@@ -340,7 +340,7 @@ def is_complete(files: CrashFiles, entry: FileEntry) -> bool:
 
 
 def test_runs_left_over_from_a_merge_give_no_row_twice() -> None:
-    with small():
+    with small_limits():
         table = table_with_files(4)
         old_runs = {
             name: table.files.content(f"{KEYS_FOLDER}/{name}") for name in table.files.list_dir(KEYS_FOLDER)
@@ -353,7 +353,7 @@ def test_runs_left_over_from_a_merge_give_no_row_twice() -> None:
         restarted = TableKeys(table.files)
         restarted.bring_up(live)
         assert restarted.statistics() == {"key_runs": 1, "key_pairs": 24}
-        assert find(restarted, live, ["red"]) == table.scanned(["red"])
+        assert find(restarted, live, ["red"]) == table.find_by_scan(["red"])
 
 
 def test_failed_write_of_a_run_leaves_no_file() -> None:

@@ -192,7 +192,7 @@ def parquet() -> bytes:
     return sink.getvalue()
 
 
-def footer_begins(data: bytes) -> int:
+def footer_position(data: bytes) -> int:
     """Find the position of the footer in a Parquet file, whose last 8 bytes are its length and the magic."""
     return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
 
@@ -210,7 +210,7 @@ def test_a_file_of_the_table_is_sealed() -> None:
 
 def test_every_flipped_bit_of_seal_and_footer_is_detected() -> None:
     sealed = seal(parquet())
-    for position in range(footer_begins(sealed) - SEAL.size, len(sealed)):
+    for position in range(footer_position(sealed) - SEAL.size, len(sealed)):
         for bit in range(8):
             damaged = bytearray(sealed)
             damaged[position] ^= 1 << bit

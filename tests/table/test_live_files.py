@@ -87,10 +87,10 @@ def test_other_programs_see_neither_links_nor_rows_twice(tmp_path: Path) -> None
 
 
 def test_without_hard_links_a_missing_file_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
+    def refuse_link(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "link", refuse_link)
     files, data, (one, _) = write_live_files(tmp_path)
     assert files.list_dir(LIVE_FOLDER) == []
     files.remove(f"{FOLDER}/{one.path}")

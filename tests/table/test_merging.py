@@ -36,7 +36,7 @@ def plan(entries: list[FileEntry], now_ms: int) -> list[Merge]:
     return merging.plan(entries, now_ms, lambda file: file.size_bytes)
 
 
-def alike(count: int, rows: int = 10, ahead_ms: int = HOUR_MS) -> list[FileEntry]:
+def same_files(count: int, rows: int = 10, ahead_ms: int = HOUR_MS) -> list[FileEntry]:
     """Make entries of files with the same number of rows and the same due time."""
     due_ms = NOW_MS + ahead_ms
     bucket = layout.bucket_names(np.array([due_ms]), NOW_MS)[0]
@@ -45,10 +45,10 @@ def alike(count: int, rows: int = 10, ahead_ms: int = HOUR_MS) -> list[FileEntry
 
 @pytest.mark.parametrize(("rows", "reason"), [(10, "small"), (FULL // 4, "small"), (FULL // 2, "overlap")])
 def test_files_are_merged_when_they_are_many(rows: int, reason: str) -> None:
-    assert choose(alike(FILES_MIN - 1, rows), NOW_MS) == NOTHING
-    assert choose(alike(FILES_MIN, rows), NOW_MS) == (reason, alike(FILES_MIN, rows))
-    later = alike(FILES_MIN - 1, rows, 40 * DAY_MS)
-    assert choose([*alike(FILES_MIN - 1, rows), *later], NOW_MS) == NOTHING
+    assert choose(same_files(FILES_MIN - 1, rows), NOW_MS) == NOTHING
+    assert choose(same_files(FILES_MIN, rows), NOW_MS) == (reason, same_files(FILES_MIN, rows))
+    later = same_files(FILES_MIN - 1, rows, 40 * DAY_MS)
+    assert choose([*same_files(FILES_MIN - 1, rows), *later], NOW_MS) == NOTHING
 
 
 def test_small_files_of_different_days_of_a_month_are_merged_and_larger_ones_are_not() -> None:
@@ -60,14 +60,14 @@ def test_small_files_of_different_days_of_a_month_are_merged_and_larger_ones_are
 
 def test_a_large_file_is_not_merged_with_small_ones() -> None:
     """Otherwise each merge would rewrite all rows, instead of a row once for each multiple of its file's size."""
-    large = entry(alike(1)[0].bucket, 10 * SIZE_RATIO + 1, NOW_MS + HOUR_MS, 99)
-    assert choose([*alike(FILES_MIN - 1), large], NOW_MS) == NOTHING
-    assert choose([large, *alike(FILES_MIN)], NOW_MS).files == alike(FILES_MIN)
+    large = entry(same_files(1)[0].bucket, 10 * SIZE_RATIO + 1, NOW_MS + HOUR_MS, 99)
+    assert choose([*same_files(FILES_MIN - 1), large], NOW_MS) == NOTHING
+    assert choose([large, *same_files(FILES_MIN)], NOW_MS).files == same_files(FILES_MIN)
 
 
 def test_larger_files_are_merged_without_a_tiny_one() -> None:
-    tiny = entry(alike(1)[0].bucket, 1, NOW_MS + HOUR_MS, 99)
-    assert choose([tiny, *alike(FILES_MIN)], NOW_MS).files == alike(FILES_MIN)
+    tiny = entry(same_files(1)[0].bucket, 1, NOW_MS + HOUR_MS, 99)
+    assert choose([tiny, *same_files(FILES_MIN)], NOW_MS).files == same_files(FILES_MIN)
 
 
 @pytest.mark.parametrize(
@@ -84,51 +84,51 @@ def test_a_large_file_of_a_day_or_month_is_split_a_day_before_it_is_due(
     file = entry(bucket, FULL + 1, NOW_MS + ahead_ms)
     assert choose([file], NOW_MS) == (Merge("split", [file]) if is_near else NOTHING)
     assert choose([msgspec.structs.replace(file, rows=FULL)], NOW_MS) == NOTHING, "a read of it is cheap"
-    heavy = msgspec.structs.replace(file, rows=10, size_bytes=2 * layout.FILE_BYTES + 1)
-    assert choose([heavy], NOW_MS) == (Merge("split", [heavy]) if is_near else NOTHING)
+    file_of_many_bytes = msgspec.structs.replace(file, rows=10, size_bytes=2 * layout.FILE_BYTES + 1)
+    assert choose([file_of_many_bytes], NOW_MS) == (Merge("split", [file_of_many_bytes]) if is_near else NOTHING)
 
 
 def test_one_rewrite_takes_files_up_to_the_limits_of_rows_and_bytes() -> None:
     rows = merging.ROWS_MAX // 4
-    assert len(choose(alike(FILES_MIN, rows), NOW_MS).files) == 4
+    assert len(choose(same_files(FILES_MIN, rows), NOW_MS).files) == 4
     alone = entry("2023-11", 5 * merging.ROWS_MAX, NOW_MS + HOUR_MS)
     assert choose([alone], NOW_MS).files == [alone]
-    heavy = [msgspec.structs.replace(file, size_bytes=merging.BYTES_MAX // 3) for file in alike(FILES_MIN)]
-    assert len(choose(heavy, NOW_MS).files) == 3
+    files_of_many_bytes = [msgspec.structs.replace(file, size_bytes=merging.BYTES_MAX // 3) for file in same_files(FILES_MIN)]
+    assert len(choose(files_of_many_bytes, NOW_MS).files) == 3
 
 
 def test_rows_that_compress_well_are_bounded_by_their_size_in_memory() -> None:
     """16 MiB of small files may have gigabytes of bodies."""
-    files = alike(FILES_MIN)
-    chosen = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 4)
-    assert chosen == ("small", files[:4])
-    chosen = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 2 + 1)
-    assert chosen == NOTHING, "single files would be rewritten for ever"
-    later = alike(FILES_MIN, 10 * SIZE_RATIO + 1)
+    files = same_files(FILES_MIN)
+    merge = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 4)
+    assert merge == ("small", files[:4])
+    merge = merging.choose(files, NOW_MS, lambda file: merging.RAW_BYTES_MAX // 2 + 1)
+    assert merge == NOTHING, "single files would be rewritten for ever"
+    later = same_files(FILES_MIN, 10 * SIZE_RATIO + 1)
     sizes = {10: merging.RAW_BYTES_MAX, later[0].rows: 1}
     assert merging.choose([*files, *later], NOW_MS, lambda file: sizes[file.rows]).files == later
 
 
 def test_sizes_are_read_for_files_within_the_other_limits_only() -> None:
-    assert merging.choose(alike(FILES_MIN - 1), NOW_MS, fail) == NOTHING
-    assert merging.choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS, fail) == NOTHING
+    assert merging.choose(same_files(FILES_MIN - 1), NOW_MS, refuse_read) == NOTHING
+    assert merging.choose(same_files(FILES_MIN, merging.ROWS_MAX), NOW_MS, refuse_read) == NOTHING
 
 
-def fail(file: FileEntry) -> int:
+def refuse_read(file: FileEntry) -> int:
     """Fail, in place of reading the uncompressed size of a file."""
     raise AssertionError(file)
 
 
 def test_files_that_reach_the_limits_alone_are_not_rewritten() -> None:
-    assert choose(alike(FILES_MIN, merging.ROWS_MAX), NOW_MS) == NOTHING
+    assert choose(same_files(FILES_MIN, merging.ROWS_MAX), NOW_MS) == NOTHING
 
 
 def test_a_plan_lists_all_rewrites_and_their_cost() -> None:
-    merges = plan([*alike(FILES_MIN), *alike(FILES_MIN, ahead_ms=40 * DAY_MS), *alike(1, FULL)], NOW_MS)
+    merges = plan([*same_files(FILES_MIN), *same_files(FILES_MIN, ahead_ms=40 * DAY_MS), *same_files(1, FULL)], NOW_MS)
     assert [(merge.reason, len(merge.files), merge.files_after) for merge in merges] == [
         ("small", FILES_MIN, 1)
     ] * 2
-    [file] = alike(1)
+    [file] = same_files(1)
     whole_budget = msgspec.structs.replace(file, size_bytes=merging.BYTES_PER_MINUTE // 2)
     assert Merge("small", [whole_budget]).cost_ms == MINUTE_MS, "of reads and writes"
 

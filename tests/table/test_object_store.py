@@ -1,4 +1,4 @@
-"""Tests of timeball.table.object_store."""
+"""Tests of timeball.table.object_store: which URIs are accepted, all operations, and a missing or silent store."""
 
 from __future__ import annotations
 

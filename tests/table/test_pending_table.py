@@ -40,14 +40,14 @@ def test_a_table_in_the_data_folder_has_no_cache_in_its_files_and_status(tmp_pat
     asyncio.run(table.leave_store())
 
 
-def opened(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
+def open_table_in_store(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
     """Open the table in the store. `tmp_path`: the data folder of the broker."""
     catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, is_known=is_known)
     assert isinstance(catalog, StoredCatalog) and cache is not None
     return catalog, cache
 
 
-def written(tmp_path: Path, first_seq: int) -> list[FileEntry]:
+def write_file(tmp_path: Path, first_seq: int) -> list[FileEntry]:
     """Write a file with three rows to a data folder."""
     return write(RealFiles(tmp_path), table_rows([NOW_MS + HOUR_MS] * 3, first_seq=first_seq))
 
@@ -61,9 +61,9 @@ def test_without_a_uri_the_table_is_in_the_data_folder(tmp_path: Path) -> None:
 def test_each_attach_is_one_version_even_after_a_lost_answer(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
-    catalog, cache = opened(store, tmp_path)
+    catalog, cache = open_table_in_store(store, tmp_path)
     catalog.bring_up([], [], 0, 1, NOW_MS)
-    files = written(tmp_path, 1)
+    files = write_file(tmp_path, 1)
     catalog.sync_data(files)
     proxy.break_next("lost_answer", "PUT", "_delta_log")
     for _ in range(3):
@@ -73,38 +73,38 @@ def test_each_attach_is_one_version_even_after_a_lost_answer(
         except Unavailable:
             continue
     assert (version, catalog.state().attach_seq, catalog.state().files) == (1, 5, files)
-    more = written(tmp_path, 4)
+    more = write_file(tmp_path, 4)
     catalog.sync_data(more)
     assert catalog.commit(attachment(more, removes=[files[0].path]), 6, files, NOW_MS) == 2
     assert catalog.delete_removed_files(NOW_MS + 1) == 1
     assert list(store.sizes().keys() & {files[0].path, more[0].path}) == [more[0].path]
     assert catalog.vacuum(DAY_MS) == 0
     # A broker whose log has all files of the table may use it. A log without these files is another broker's.
-    reopened, other_cache = opened(store, tmp_path / "other")
+    reopened, other_cache = open_table_in_store(store, tmp_path / "other")
     reopened.bring_up(more, [], 6, 1, NOW_MS)
     with pytest.raises(SetupError, match="another broker's"):
         reopened.bring_up([], [], 0, 1, NOW_MS)
-    for each in (cache, other_cache):
-        each.close()
+    for opened_cache in (cache, other_cache):
+        opened_cache.close()
 
 
 @pytest.mark.slow
 def test_a_start_with_a_silent_store_does_not_recreate_the_table(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
-    catalog, cache = opened(store, tmp_path)
-    files = written(tmp_path, 1)
+    catalog, cache = open_table_in_store(store, tmp_path)
+    files = write_file(tmp_path, 1)
     catalog.sync_data(files)
     catalog.bring_up(files, [(5, attachment(files))], 5, 1, NOW_MS)
     assert catalog.version == 1
     proxy.go_away()
     with pytest.raises(SetupError, match="--table"):
-        opened(store, tmp_path / "new", is_known=False)
-    restarted, restarted_cache = opened(store, tmp_path, is_known=True)
+        open_table_in_store(store, tmp_path / "new", is_known=False)
+    restarted, restarted_cache = open_table_in_store(store, tmp_path, is_known=True)
     with pytest.raises(Unavailable):
         restarted.bring_up(files, [], 5, 1, NOW_MS)
     proxy.heal()
     restarted.bring_up(files, [], 5, 1, NOW_MS)
     assert restarted.version == 1
-    for each in (cache, restarted_cache):
-        each.close()
+    for opened_cache in (cache, restarted_cache):
+        opened_cache.close()

@@ -44,35 +44,35 @@ def test_close_abandons_requests_without_an_answer_and_refuses_new_ones(
     silence: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "LAST_ANSWERS_S", 0.01)
-    requests, begun = StoreRequests(), threading.Event()
+    requests, has_begun = StoreRequests(), threading.Event()
 
     def hang() -> bool:
-        begun.set()
+        has_begun.set()
         return silence.wait()
 
     with ThreadPoolExecutor(1) as pool:
-        requested = pool.submit(requests.ask, hang, None)
-        assert begun.wait(BOUND_S)
+        request = pool.submit(requests.ask, hang, None)
+        assert has_begun.wait(BOUND_S)
         requests.close()
         with pytest.raises(Unavailable, match="the broker stops"):
-            requested.result(BOUND_S)
+            request.result(BOUND_S)
     assert not silence.is_set()
     with pytest.raises(Unavailable, match="the broker stops"):
         requests.ask(lambda: 3, None)
 
 
 def test_close_waits_briefly_for_an_answer() -> None:
-    requests, begun, may_end = StoreRequests(), threading.Event(), threading.Event()
+    requests, has_begun, may_end = StoreRequests(), threading.Event(), threading.Event()
 
     def answer() -> int:
-        begun.set()
+        has_begun.set()
         may_end.wait(BOUND_S)
         return 3
 
     with ThreadPoolExecutor(2) as pool:
-        requested = pool.submit(requests.ask, answer, None)
-        assert begun.wait(BOUND_S)
+        request = pool.submit(requests.ask, answer, None)
+        assert has_begun.wait(BOUND_S)
         closing = pool.submit(requests.close)
         may_end.set()
-        assert requested.result(BOUND_S) == 3
+        assert request.result(BOUND_S) == 3
         closing.result(BOUND_S)

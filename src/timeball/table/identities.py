@@ -219,7 +219,7 @@ class _Block:
     """
 
     def __init__(self, message: bytes) -> None:
-        """Find the buffers. `message`: a marker and the length of the metadata, 4 bytes each, the metadata, the body."""
+        """Find the buffers. `message`: marker and length of the metadata (4 bytes each), the metadata, and the body."""
         self._message = message
         # `target` adds the length to its own position, so 4 bytes more lead to the body.
         body_at = 4 + fb.target(message, 4)
