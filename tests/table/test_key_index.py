@@ -159,7 +159,7 @@ def run_step(table: Table, index: TableKeys, step: str, argument: object) -> Fil
 
 
 def test_index_that_skips_a_file_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of `find` and `find_by_scan`. Without `_unlisted`, the index misses a new file, which no run lists."""
+    """The control of `find` and `find_by_scan`. Without `_unlisted`, the index misses a file that no run lists."""
     monkeypatch.setattr(TableKeys, "_unlisted", lambda self, live: {})
     table = Table(CrashFiles())
     table.add(["red"], with_run=False)

@@ -85,7 +85,9 @@ def test_a_large_file_of_a_day_or_month_is_split_a_day_before_it_is_due(
     assert choose([file], NOW_MS) == (Merge("split", [file]) if is_near else NOTHING)
     assert choose([msgspec.structs.replace(file, rows=FULL)], NOW_MS) == NOTHING, "a read of it is cheap"
     file_of_many_bytes = msgspec.structs.replace(file, rows=10, size_bytes=2 * layout.FILE_BYTES + 1)
-    assert choose([file_of_many_bytes], NOW_MS) == (Merge("split", [file_of_many_bytes]) if is_near else NOTHING)
+    assert choose([file_of_many_bytes], NOW_MS) == (
+        Merge("split", [file_of_many_bytes]) if is_near else NOTHING
+    )
 
 
 def test_one_rewrite_takes_files_up_to_the_limits_of_rows_and_bytes() -> None:
@@ -93,7 +95,10 @@ def test_one_rewrite_takes_files_up_to_the_limits_of_rows_and_bytes() -> None:
     assert len(choose(same_files(FILES_MIN, rows), NOW_MS).files) == 4
     alone = entry("2023-11", 5 * merging.ROWS_MAX, NOW_MS + HOUR_MS)
     assert choose([alone], NOW_MS).files == [alone]
-    files_of_many_bytes = [msgspec.structs.replace(file, size_bytes=merging.BYTES_MAX // 3) for file in same_files(FILES_MIN)]
+    third_bytes = merging.BYTES_MAX // 3
+    files_of_many_bytes = [
+        msgspec.structs.replace(file, size_bytes=third_bytes) for file in same_files(FILES_MIN)
+    ]
     assert len(choose(files_of_many_bytes, NOW_MS).files) == 3
 
 
@@ -124,7 +129,9 @@ def test_files_that_reach_the_limits_alone_are_not_rewritten() -> None:
 
 
 def test_a_plan_lists_all_rewrites_and_their_cost() -> None:
-    merges = plan([*same_files(FILES_MIN), *same_files(FILES_MIN, ahead_ms=40 * DAY_MS), *same_files(1, FULL)], NOW_MS)
+    merges = plan(
+        [*same_files(FILES_MIN), *same_files(FILES_MIN, ahead_ms=40 * DAY_MS), *same_files(1, FULL)], NOW_MS
+    )
     assert [(merge.reason, len(merge.files), merge.files_after) for merge in merges] == [
         ("small", FILES_MIN, 1)
     ] * 2

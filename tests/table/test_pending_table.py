@@ -40,7 +40,9 @@ def test_a_table_in_the_data_folder_has_no_cache_in_its_files_and_status(tmp_pat
     asyncio.run(table.leave_store())
 
 
-def open_table_in_store(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
+def open_table_in_store(
+    store: ObjectStore, tmp_path: Path, *, is_known: bool = False
+) -> tuple[StoredCatalog, FileCache]:
     """Open the table in the store. `tmp_path`: the data folder of the broker."""
     catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, is_known=is_known)
     assert isinstance(catalog, StoredCatalog) and cache is not None

@@ -475,10 +475,10 @@ def _group_bounds(groups: list[pq.RowGroupMetaData], name: str) -> tuple[Int64Ar
         raise Corrupt(f"a file without rows, or without statistics of {name}: write it with layout.cut_files")
     low, high = ([getattr(s, end) for s in statistics] for end in ("min", "max"))
     return np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
-    """Read the columns due_ms and seq of rows, which may have several chunks."""
 
 
 def _due_and_seq(rows: pa.Table) -> tuple[Int64Array, Int64Array]:
+    """Read the columns due_ms and seq of rows, which may have several chunks."""
     flat = rows.select(["due_ms", "seq"]).combine_chunks()
     if flat.num_rows == 0:
         return np.empty(0, np.int64), np.empty(0, np.int64)
