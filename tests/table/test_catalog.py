@@ -318,12 +318,12 @@ def test_vacuum_removes_old_files_of_no_version_without_a_commit(
     unattached = write(files, table_rows(DUES[:1], first_seq=90))
     fresh_unattached = write(files, table_rows(DUES[:1], first_seq=91))
     age(files, [*removed, *live, *unattached])
-    before, state = commits(files), catalog.state()
+    commits_before, state = commits(files), catalog.state()
     assert catalog.vacuum(DAY_MS) == 2
     assert exist(files, [*removed, *unattached]) == [False, False]
     # A job may still be running that attaches the fresh file.
     assert exist(files, [*live, *fresh_unattached]) == [True, True]
-    assert (commits(files), catalog.state()) == (before, state)
+    assert (commits(files), catalog.state()) == (commits_before, state)
     assert seqs(as_delta(catalog)) == [6, 7]
     assert catalog.vacuum(DAY_MS) == 0
 

@@ -93,7 +93,7 @@ def _overwrite(table: DeltaTable) -> None:
         pytest.param(2, _delete, _overwrite, None, id="DELETE, then a stale overwrite"),
     ],
 )
-def test_a_second_commit_that_began_at_the_same_version(
+def test_delta_rs_refuses_or_applies_a_second_commit_of_the_same_version(
     tmp_path: Path,
     files: int,
     first: Callable[[DeltaTable], None],

@@ -95,9 +95,8 @@ def test_one_rewrite_takes_files_up_to_the_limits_of_rows_and_bytes() -> None:
     assert len(choose(same_files(FILES_MIN, rows), NOW_MS).files) == 4
     alone = entry("2023-11", 5 * merging.ROWS_MAX, NOW_MS + HOUR_MS)
     assert choose([alone], NOW_MS).files == [alone]
-    third_bytes = merging.BYTES_MAX // 3
     files_of_many_bytes = [
-        msgspec.structs.replace(file, size_bytes=third_bytes) for file in same_files(FILES_MIN)
+        msgspec.structs.replace(file, size_bytes=merging.BYTES_MAX // 3) for file in same_files(FILES_MIN)
     ]
     assert len(choose(files_of_many_bytes, NOW_MS).files) == 3
 
