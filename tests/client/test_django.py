@@ -231,7 +231,7 @@ def test_an_enqueue_whose_answer_is_lost_makes_one_task(broker: TestBroker) -> N
                 json.loads(message.body)["args"]
                 for message in ball.consume("cut-default", "g", until_idle="0.1s")
             ]
-    assert sorted(bodies) == [["once"], ["first"]]
+    assert sorted(bodies) == [["first"], ["once"]]
 
 
 def test_an_enqueue_repeated_under_its_id_makes_one_task(broker: TestBroker) -> None:

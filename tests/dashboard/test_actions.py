@@ -120,7 +120,7 @@ def test_pending_messages_are_listed_in_pages_by_due_time(tab: Tab, client: Clie
 
 
 def test_html_in_messages_of_a_real_broker_is_shown_as_text(tab: Tab, client: Client) -> None:
-    # The broker allows no blank and no control character in an id or a key.
+    # The broker allows neither blanks nor unprintable characters in an id or a key.
     printable = "".join(letter for letter in HOSTILE if letter.isprintable() and letter != " ")
     for number, body in enumerate(
         (

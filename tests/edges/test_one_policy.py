@@ -370,9 +370,9 @@ def test_an_edge_that_asks_is_seen(source: str) -> None:
 def test_the_table_sees_an_edge_that_goes_its_own_way(
     node: RunningNode, edges: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: if the broker's `admit` checks nothing, the outcome of columns differs from the others."""
+    """Control: if the broker's `ensure_topics` checks nothing, the outcome of columns differs from the others."""
     kind = next(kind for kind in TABLE if kind.name.startswith("read-only"))
-    monkeypatch.setattr(node.broker.policy, "admit", lambda names, queues=None, caller=None: None)
+    monkeypatch.setattr(node.broker.policy, "ensure_topics", lambda names, queues=None, caller=None: None)
     assert outcomes_by_edge(node, edges, kind, "send") == {
         "http": FORBIDDEN,
         "flight": OK,

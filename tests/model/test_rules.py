@@ -133,7 +133,7 @@ def test_a_text_with_a_property_separator_is_refused_in_both_forms(name: str, va
         rules.check_columns({name: whole})
     rules.check_columns({name: whole.slice(3)})
     rules.check_columns({name: whole.slice(0, 2)})
-    assert rules.fault(name, "é\n") is None  # other control characters are allowed here
+    assert rules.fault(name, "é\n") is None  # other unprintable characters are allowed here
 
 
 def test_keys_text_joins_one_key_or_a_list_and_refuses_other_types() -> None:

@@ -173,7 +173,7 @@ def test_a_range_read_leaves_the_file_open_and_a_look_up_leaves_it_as_it_was() -
 
 def footers() -> int:
     """Count the footers in memory that the garbage collector knows."""
-    return sum(isinstance(each, pq.FileMetaData) for each in gc.get_objects())
+    return sum(type(each) is pq.FileMetaData for each in gc.get_objects())
 
 
 def test_closed_file_leaves_no_reference_cycle() -> None:

@@ -73,12 +73,13 @@ class Part:
     topic: str
     queue_id: int
     first_offset: int
-    entries: EntryArray  # in the byte order of ENTRY: `encode` and compiled readers take the bytes
+    entries: EntryArray
 
 
 def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
     """Encode the file for the log's rows [first_seq, next_seq), with a run for each of the `parts`."""
-    entry_bytes = [part.entries.tobytes() for part in parts]
+    # Converted to the file's byte order, because numpy's concatenate returns the native one.
+    entry_bytes = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
     names: dict[str, int] = {}
     runs = np.empty(len(parts), RUN)
     for run_number, part in enumerate(parts):

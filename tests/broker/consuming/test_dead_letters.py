@@ -262,7 +262,7 @@ def test_a_resend_in_two_frames_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
             await self.send_again(batch)
             resolution = change(0, 0)
             self._writer.append(resolution.rows)
-            resolution.keep()
+            resolution.apply()
             await self._writer.flushed()
 
         return None, both()

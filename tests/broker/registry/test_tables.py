@@ -68,7 +68,7 @@ def test_the_last_drain_and_adoption_rows_are_restored_after_a_restart() -> None
     change.apply()
     adoption = drains.adoption_row("g3", AdoptedFacts(since_ms=1, transfer=4, rows=10))
     rows.append(adoption.rows)
-    adoption.keep()
+    adoption.apply()
     for restored in (drains, reopened(rows)):
         assert restored.out == DrainFacts(heir="g1", since_ms=5, transfer=1, first_seq=9, rows=2, at_ms=6)
         assert restored.adopted("g3") == AdoptedFacts(since_ms=1, transfer=4, rows=10)

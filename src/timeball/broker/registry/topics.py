@@ -721,7 +721,7 @@ def rebuild_entries(
             topic,
             queue,
             queue_parts[0].first_offset,
-            np.concatenate([queue_part.entries for queue_part in queue_parts], dtype=ENTRY),
+            np.concatenate([queue_part.entries for queue_part in queue_parts]),
         )
         for (topic, queue), queue_parts in parts_by_queue.items()
     ]

@@ -274,9 +274,7 @@ class Search:
         # Messages found by number: search for their ids, too. This finds the RELEASE and CANCEL rows that ended them,
         # which carry the id.
         candidate_ids = {
-            candidate.unique_key
-            for by_number in self._candidates.values()
-            for candidate in by_number.values()
+            found.unique_key for by_number in self._candidates.values() for found in by_number.values()
         } - {None}
         # One lookup for all names, because each lookup searches the index of every sealed segment.
         seqs = self._key_index.find_rows(
