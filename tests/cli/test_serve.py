@@ -242,6 +242,24 @@ def test_idle_connections_stop_neither_the_log_nor_later_clients(tmp_path: Path)
         assert server.end(signal.SIGTERM) == 0
 
 
+def test_a_name_server_without_a_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "name-server",
+                "--cluster",
+                "shop",
+                "--node",
+                "ns1",
+                "--etcd",
+                "http://127.0.0.1:1",
+                "--name-server-port=-1",
+                "--remoting-port=1",
+            ]
+        )
+    assert "--name-server-port -1: choose a port" in capsys.readouterr().err
+
+
 def test_a_name_server_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as result:
         main(["name-server"])

@@ -263,6 +263,25 @@ def test_a_continued_backup_copies_the_files_of_a_replaced_source_again(data: Pa
     check_copies(make_backup(data, copy), data, copy)
 
 
+def test_a_continued_backup_copies_a_file_again_that_cannot_be_read(stopped: Path, copy: Path) -> None:
+    class UnreadableOnce(RealFiles):
+        """A target whose disk cannot read the first segment that it is asked for."""
+
+        failed = ""
+
+        def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
+            if not self.failed and name.endswith(".log"):
+                self.failed = name
+                raise Corrupt(f"{name}: not readable")
+            return super().map_readonly(name, at_random=at_random)
+
+    interrupt_at_the_end(stopped, copy)
+    target = UnreadableOnce(copy)
+    manifest = backup.backup(RealFiles(stopped), target, SystemClock())
+    assert target.failed in {file.name for file in manifest.files}
+    check_copies(manifest, stopped, copy)
+
+
 def test_the_folder_of_an_interrupted_restore_is_refused_until_it_is_finished(
     stopped: Path, copy: Path
 ) -> None:

@@ -542,6 +542,8 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
     """
     if not settings.cluster:
         raise SetupError("--cluster: name the cluster whose groups are looked up")
+    if settings.name_server_port < 0:
+        raise SetupError("--name-server-port -1: choose a port, because this command has no other one")
     output.configure_logging(settings.log_level, settings.log_format)
     with runner() as loop_runner:
         loop_runner.run(_run_name_server(settings, as_json))

@@ -187,11 +187,8 @@ def _is_copied(files: Files, file: CopiedFile) -> bool:
     """Check whether a copied file is still there with its content, by its checksum."""
     try:
         buffer = files.map_readonly(file.name)
-    except NotFound:
-        return False
-    try:
         return buffer.size >= file.used_bytes and crc32c(buffer, file.used_bytes) == file.crc32c
-    except Unreadable:
+    except (NotFound, Corrupt):  # Corrupt: the disk of the backup cannot read it, so the file is copied again
         return False
 
 
