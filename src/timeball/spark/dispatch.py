@@ -269,7 +269,10 @@ class DueFiles:
         self._columns: dict[str, _FileColumns] = {}
 
     def use_version(self, version: int) -> None:
-        """Switch to a version of the table. Keeps the columns of files that this version still has."""
+        """Switch to a version of the table. Keeps the columns of files that this version still has.
+
+        Raises the errors of `table_files`.
+        """
         if version != self._version:
             self._live, self._version = table_files(self.uri, version), version
             live = {self._uri_of(file) for file in self._live}
@@ -297,7 +300,7 @@ class DueFiles:
     def _span(self, uri: str, low_ms: int, high_ms: int) -> Span:
         """Find the rows of one file that are due within the window.
 
-        Reads missing columns, and drops those of earlier row groups.
+        Reads the columns that are not in memory, and drops the columns of earlier row groups. Raises OSError.
         """
         columns = self._columns.get(uri)
         if columns is None:
@@ -315,7 +318,7 @@ class DueFiles:
 
 
 def _read_footer(uri: str) -> _FileColumns:
-    """Read the row groups of a file and the bounds of their due times from its footer."""
+    """Read the row groups of a file and the bounds of their due times from its footer. Raises OSError."""
     files, path = storage_uris.arrow(uri)
     with files.open_input_file(path) as source:
         metadata = pq.ParquetFile(source).metadata
@@ -330,7 +333,7 @@ def _read_footer(uri: str) -> _FileColumns:
 
 
 def _read_due_ms(uri: str, groups: list[int]) -> Iterator[Int64Array]:
-    """Read the column `due_ms` of these row groups."""
+    """Read the column `due_ms` of each of these row groups. Yields one array per group. Raises OSError."""
     files, path = storage_uris.arrow(uri)
     with files.open_input_file(path) as source:
         parquet = pq.ParquetFile(source)
@@ -392,10 +395,11 @@ def cut_into_tasks(spans: Sequence[Span], rows: int) -> list[list[Span]]:
         task = _spans_within(spans, low_ms, high_ms)
         if count_rows(task) > rows * ROWS_SLACK:
             # There is a cut after every `rows` rows, so only the first millisecond of a task can have too many.
-            crowded, task = _spans_within(task, low_ms, low_ms + 1), _spans_within(task, low_ms + 1, high_ms)
+            first_ms_spans = _spans_within(task, low_ms, low_ms + 1)
+            task = _spans_within(task, low_ms + 1, high_ms)
             tasks += [
                 [span.slice_rows(begin, begin + rows)]
-                for span in crowded
+                for span in first_ms_spans
                 for begin in range(0, len(span.due_ms), rows)
             ]
         if task:
@@ -450,9 +454,8 @@ class ReleaseCounts(WriterCommitMessage):
     """The result of a task: numbers of rows."""
 
     released: int = 0
-    left_to_broker: int = (
-        0  # the broker has settled (released or cancelled) them, or loaded them to release them
-    )
+    # The broker has settled these rows (released or cancelled), or has loaded them and releases them itself.
+    left_to_broker: int = 0
 
 
 class BrokerClock:
@@ -474,7 +477,7 @@ class BrokerClock:
         return self._broker_ms + elapsed_ms
 
     def read_clock(self) -> None:
-        """Read the broker's clock by a `status` call."""
+        """Read the broker's clock by a `status` call. Raises the errors of Endpoint."""
         self._broker_ms = self._endpoint.status().now_ms
         # Read after the call, so that the estimate is never ahead.
         self._broker_read_ns = self._clock.monotonic_ns()
@@ -487,7 +490,10 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
         self._endpoint, self._lead_ms = endpoint, lead_ms
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Release the rows of one task's pointers, as they become due."""
+        """Release the rows of one task's pointers, as they become due. Returns ReleaseCounts.
+
+        Raises the errors of `read_all` and `release_when_due`.
+        """
         rows = read_all([pointer for batch in iterator for pointer in batch.to_pylist()])
         if rows is None:
             return ReleaseCounts()
@@ -592,6 +598,7 @@ def due_batches(
 
 
 def _count_due(due_ms: Int64Array, now_ms: int) -> int:
+    """Count the rows due at `now_ms` or earlier. `due_ms` is in ascending order."""
     return int(np.searchsorted(due_ms, now_ms, side="right"))
 
 

@@ -336,7 +336,7 @@ class Connections:
         self._opened: dict[str, Endpoint] = {}
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections. A later use opens new ones."""
         for endpoint in self._opened.values():
             endpoint.close()
         self._opened = {}

@@ -299,10 +299,10 @@ def default_table_uri(name: str, table_uri: str, status: Status) -> str:
     no `{group}` but there are several groups.
     """
     variable = f"TIMEBALL_{name.upper()}"
-    given_uri = group_table_uri(
+    configured_uri = group_table_uri(
         variable, os.environ.get(variable) or None, status.group, len(status.groups or ())
     )
-    return given_uri or sibling(table_uri, name)
+    return configured_uri or sibling(table_uri, name)
 
 
 # ---- bounded memory of a task ---------------------------------------------------------------------------------
@@ -389,7 +389,8 @@ def append_once(uri: str, app_id: str, since: int | None, mark: int, written: Se
     """Commit the files together with the mark of `app_id`, unless the table already has this mark or a later one.
 
     `since`: the mark that the table must have, or None for any. Raises OutOfRange when it has another mark, or when
-    another writer of `app_id` commits at the same time. Raises NotFound if there is no table.
+    another writer of `app_id` commits at the same time. Raises NotFound if there is no table, and StorageError if it
+    cannot be opened.
     """
     table = open_table(uri)
     current_mark = app_version(table, app_id) or 0

@@ -303,6 +303,7 @@ def select_files(
     """
 
     def may_contain(action: dict[str, Any]) -> bool:
+        """Check the statistics of one file. A file may contain rows if its statistics have no bounds."""
         low, high = action.get("min.topic"), action.get("max.topic")
         may_have_topics = (
             not topics or low is None or high is None or any(low <= topic <= high for topic in topics)

@@ -126,6 +126,7 @@ class DuckDbEngine:
         self._files_written = 0
 
     def __enter__(self) -> Self:
+        """Open the database and a temporary folder. `__exit__` closes the database and deletes the folder."""
         from timeball.spark.views.duckdb_session import open_database
 
         with ExitStack() as resources:
@@ -220,6 +221,7 @@ class SparkAuditEngine:
         self._persisted: list[DataFrame] = []
 
     def __enter__(self) -> Self:
+        """Describe the Spark jobs until `__exit__`, which also frees the persisted frames."""
         from timeball.spark.source.spark_api import described
 
         self._resources.enter_context(described(self._session, self._description))

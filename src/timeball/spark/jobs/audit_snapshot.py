@@ -117,7 +117,7 @@ def write_snapshot(uri: str, snapshot: AuditSnapshot) -> None:
 
 
 def _replace(uri: str, data: bytes) -> None:
-    """Write a file so that readers see either the old or the new one."""
+    """Write a file so that readers see either the old or the new one. Raises OSError."""
     files, path = storage_uris.arrow(uri)
     is_folder = not storage_uris.in_object_store(uri)
     if is_folder:

@@ -138,6 +138,7 @@ class Loop:
         once: bool,
         clock: Clock | None = None,
     ) -> None:
+        """Start the thread. `uri`: of the job's table, None for the default. `once`: stop at the log's current end."""
         self._job, self._engine, self._options, self._uri, self._once = job, engine, options, uri, once
         self._clock = clock or SystemClock()
         self._label = query_name(job.name, options.endpoint)

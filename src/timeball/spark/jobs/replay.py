@@ -411,6 +411,7 @@ def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> Rep
 
 
 def _report(state: CampaignState, *, repeated: bool = False) -> ReplayReport:
+    """Build the report of a replay from its campaign. `repeated`: an earlier call has done the replay."""
     return ReplayReport(
         job_id=state.campaign,
         rows=state.rows,

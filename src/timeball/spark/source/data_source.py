@@ -210,6 +210,10 @@ class DeltaWriter(DataSourceArrowWriter):
     def __init__(
         self, names: list[str], uri: str, app_id: str, app_version: int, app_since: int | None
     ) -> None:
+        """Check the columns `names`. Raises SetupError unless they are those of the table, in its order.
+
+        `app_version`: the mark of this append. `app_since`: see `append_once`. Raises the errors of `open_table`.
+        """
         self.schema = table_schema(open_table(uri))
         if names != self.schema.names:
             raise SetupError(f"columns {names} are not those of the table at {uri}: {self.schema.names}")

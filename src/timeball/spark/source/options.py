@@ -77,7 +77,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def count(lowest: int, highest: int = NUMBER_MAX) -> Callable[[str], int]:
-    """Build a parser for a whole number from `lowest` to `highest`."""
+    """Build a parser for a whole number from `lowest` to `highest`. It raises ValueError for other texts."""
 
     def parse(text: str) -> int:
         try:
@@ -92,7 +92,7 @@ def count(lowest: int, highest: int = NUMBER_MAX) -> Callable[[str], int]:
 
 
 def position(*names: str) -> Callable[[str], int | str]:
-    """Build a parser for a sequence number or one of these names."""
+    """Build a parser for a sequence number or one of these names. It raises ValueError for other texts."""
 
     def parse(text: str) -> int | str:
         word = from_kafka_word(text)
@@ -119,8 +119,8 @@ def end_seq(text: str) -> int | None:
 def offsets(*names: str, default: str = "first") -> Callable[[str], int | str | Offsets]:
     """Build a parser for positions in queues: a name, one offset for all queues, or queue=offset,queue=offset.
 
-    It also parses Kafka's form, {"orders": {"0": 100}}. `names`: the names of positions. `default`: the position of the
-    queues that are not listed.
+    It also parses Kafka's form, {"orders": {"0": 100}}, and raises ValueError for other texts. `names`: the names of
+    positions. `default`: the position of the queues that are not listed.
     """
     expected = ", ".join([*names, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
 

@@ -219,6 +219,7 @@ class ScheduledWriter(DataSourceArrowWriter):
     """The sink of a batch write: `write` runs in tasks, `commit` and `abort` on the driver."""
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
+        """Check the columns of the DataFrame. Raises the errors of `check_columns`."""
         check_columns(schema)
         self.options = options
         # Chosen once, on the driver. Tasks and commit use copies of this object, so all have the same name.

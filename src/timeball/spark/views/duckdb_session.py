@@ -102,6 +102,11 @@ class SqlSession:
         memory_bytes: int = MEMORY_BYTES,
         log_rows: int = LOG_ROWS,
     ) -> None:
+        """See the class for the arguments. Opens the database and the connections, and takes the snapshots.
+
+        Raises RequestError for a version number with several groups, SetupError for a `table_uri` that the groups would
+        share, and the errors of `groups_of` and Snapshot.pin.
+        """
         self._memory_bytes = memory_bytes
         columns = tuple(name for name in view_sql.PENDING_COLUMNS if bodies or name != "body")
         session_options = SessionOptions(columns, due, log_rows)
