@@ -148,6 +148,7 @@ class FaultyWriter(ScheduledWriter):
         self.fault, self.marks = fault, marks
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Write in chunks of PIECE_ROWS rows, with the fault of this task."""
         task: Any = TaskContext.get()
         usual, table_store.CHUNK_ROWS = table_store.CHUNK_ROWS, PIECE_ROWS  # Python workers are used again
         try:
@@ -156,6 +157,7 @@ class FaultyWriter(ScheduledWriter):
             table_store.CHUNK_ROWS = usual
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Commit. With the fault "hold", wait for the test before and after the attach."""
         if self.fault != "hold":
             super().commit(messages)
             return
@@ -169,6 +171,7 @@ class FaultyWriter(ScheduledWriter):
     def _pieces(
         self, batches: Iterator[pa.RecordBatch], partition: int, attempt: int
     ) -> Iterator[pa.RecordBatch]:
+        """Cut the batches into pieces of PIECE_ROWS rows. Causes the fault before piece HALF_PIECES."""
         count = 0
         for batch in batches:
             for begin in range(0, batch.num_rows, PIECE_ROWS):
@@ -180,6 +183,7 @@ class FaultyWriter(ScheduledWriter):
             mark(self.marks, "copied")
 
     def _half_written(self, partition: int, attempt: int) -> None:
+        """Cause the fault of this task, if it has one: an error, the end of the process, or a wait."""
         match self.fault, partition, attempt:
             case "fail", 0, 0:
                 mark(self.marks, "raised")

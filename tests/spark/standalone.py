@@ -173,6 +173,7 @@ class Standalone:
     def _daemon(
         self, name: str, main: str, words: Sequence[str], port: int, hidden: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
+        """Start a daemon of Spark, the class `main`, on the machine `name`. `hidden`: a command to run it with."""
         inside = [] if self._net is None else self._net.within(name)
         command = [*inside, *hidden, str(SPARK_HOME / "bin/spark-class"), main, "--webui-port", str(port)]
         env = {
@@ -183,6 +184,7 @@ class Standalone:
         return subprocess.Popen([*command, *words], env=env, stdout=self._log, stderr=self._log)
 
     def _alive(self) -> int:
+        """Ask the master for the number of live workers. 0 if it does not answer."""
         try:
             page = f"http://{self._address(MASTER)}:{self._port}/json/"
             with urllib.request.urlopen(page, timeout=5) as answer:

@@ -53,6 +53,7 @@ def broker_for(tmp_path: Path, net: Network | None) -> Iterator[RunningNode]:
 
 @contextmanager
 def driver(cluster: Standalone, endpoint: str, folder: Path, due_ms: int) -> Iterator[subprocess.Popen[str]]:
+    """Run cluster_jobs.py as a driver of the cluster, in a process that is killed when the block ends."""
     words = [endpoint, str(folder), str(ROWS), str(due_ms)]
     process = subprocess.Popen(
         [sys.executable, cluster_jobs.__file__, *words],

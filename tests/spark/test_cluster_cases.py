@@ -206,6 +206,7 @@ class Driver:
         self._process.stdin.flush()
 
     def _hear(self) -> Any:
+        """Wait for the driver's next answer, a line that begins with SAID. Returns its JSON value."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(SAID):
@@ -215,6 +216,7 @@ class Driver:
 
 @contextmanager
 def driving(room: Room, conf: Mapping[str, str]) -> Iterator[Driver]:
+    """Run cluster_writes.py as a driver, in a process that is killed when the block ends."""
     with open(room.folder / "drivers.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, cluster_writes.__file__],
@@ -233,6 +235,7 @@ def driving(room: Room, conf: Mapping[str, str]) -> Iterator[Driver]:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    """A broker and a Spark cluster, on separate machines if `machines` can make them."""
     folder = tmp_path_factory.mktemp("cluster")
     data = folder / "data"
     with ExitStack() as opened:
@@ -256,6 +259,7 @@ def driver(room: Room) -> Iterator[Driver]:
 
 
 def kill_executors(room: Room, driver: Driver) -> None:
+    """Kill all executors of the driver's application, and wait until they are dead."""
     executors = room.cluster.executors(driver.app)
     assert executors
     for executor in executors:

@@ -43,6 +43,7 @@ runner.run(["archive"], endpoint=sys.argv[1], checkpoint=sys.argv[2], options=op
 
 @contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a process, which is killed when the block ends."""
     child = subprocess.Popen(
         list(command), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

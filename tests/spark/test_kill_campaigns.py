@@ -49,14 +49,13 @@ def eventually(true: Callable[[], object], what: str) -> None:
 
 @contextmanager
 def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    started = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    """Run a command in a process, which is killed when the block ends."""
+    child = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield started
+        yield child
     finally:
-        kill_tree(started.pid)
-        started.wait(BOUND_S)
+        kill_tree(child.pid)
+        child.wait(BOUND_S)
 
 
 def files_below(folder: Path, pattern: str) -> int:
@@ -82,6 +81,7 @@ def test_bulk_job_killed_at_any_step_schedules_its_rows_once(tmp_path: Path, spa
         command = [sys.executable, bulk_campaign.__file__, endpoint, "spring", str(ROWS), str(due_ms)]
 
         def killed_when(true: Callable[[], object], what: str, *, broker_too: bool = False) -> None:
+            """Start the command and kill it once `true` returns a true value. `what`: for the error texts."""
             with process(*command) as running:
                 eventually(lambda: true() or running.poll() is not None, what)
                 assert running.poll() is None, f"it ended before it was killed: {what}"
@@ -130,6 +130,7 @@ class Books:
         self.undone = 0  # of these, those after which the campaign was what it had been
 
     def status(self) -> dict[str, object]:
+        """Read the progress of the campaign. Checks that its parts add up to its rows."""
         done = timeball("campaign", "status", "spring", "--json", "--endpoint", self.siege.broker.endpoint)
         assert done.returncode == 0, done.stderr
         result: dict[str, object] = json.loads(done.stdout)

@@ -120,6 +120,7 @@ class SupervisedSpark:
 
 @contextmanager
 def supervised(endpoint: str) -> Iterator[SupervisedSpark]:
+    """Run Spark under a supervisor until the block ends."""
     spark = SupervisedSpark(endpoint)
     try:
         yield spark
@@ -162,6 +163,7 @@ class Attack:
             self.spark_at_work()
 
     def kill_spark(self, moment: Callable[[], None]) -> None:
+        """Wait for `moment`, kill Spark, and wait until the supervisor has started it again."""
         self.moments.append(f"Spark {moment.__name__}")
         begin_ns = CLOCK.monotonic_ns()
         moment()
@@ -248,6 +250,7 @@ ROWS = 20_000
 
 @contextmanager
 def bulk_writing(endpoint: str, first_due_ms: int, *job_id: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a bulk write of ROWS rows in a process, which is killed when the block ends."""
     command = [sys.executable, bulk_write.__file__, endpoint, str(ROWS), str(first_due_ms), *job_id]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     try:

@@ -68,6 +68,7 @@ class Rows:
 
 @pytest.fixture
 def rows(store: FaultyStore) -> Rows:
+    """A new table in the object store, with its first row."""
     result = Rows(f"s3a://{BUCKET}/{uuid.uuid4().hex}/rows")
     with pytest.raises(NotFound, match="no Delta table"):
         open_table(result.uri)
@@ -272,6 +273,7 @@ class Commands:
 
 @pytest.fixture
 def commands(store: FaultyStore) -> Iterator[Commands]:
+    """A process that runs COMMANDS, killed after the test."""
     command = [sys.executable, "-c", COMMANDS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:

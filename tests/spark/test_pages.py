@@ -171,6 +171,7 @@ def test_a_wrong_row_is_noticed() -> None:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node with ten messages in the pending table and two that are due now."""
     with running_node(tmp_path_factory.mktemp("page") / "data", compact_rows=0) as node:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
@@ -206,6 +207,7 @@ def test_the_questions_are_answered(story: RunningNode) -> None:
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node with 40 messages in the pending table and ten of the topic `mail` in the tail."""
     with running_node(tmp_path_factory.mktemp("page") / "data", compact_rows=0) as running:
         send(running.endpoint, 40, after_ms=2 * HOUR_MS)
         running.run(running.broker.compact())

@@ -87,6 +87,7 @@ def audit_forged(
     full: bool = True,
     ledger_uri: str | None = None,
 ) -> audit.AuditReport:
+    """Audit with rows that `forged` changes, on Spark, or with `session` None on DuckDB."""
     engine = DuckDbEngine() if session is None else SparkAuditEngine(session, "forged")
     with ForgedRows(engine, forged) as reading:
         return audit.Audit(reading, endpoint, ledger_uri, 1_000, full=full).run()

@@ -198,6 +198,7 @@ def test_adjacent_files_are_of_one_day_and_as_many_as_the_limits_admit(
     raw_bytes = {str(index): raw for index, (*_, raw) in enumerate(drawn)}
 
     def is_allowed(files: list[SmallFile]) -> bool:
+        """Check that the files are of one day and stay within all limits of a joined file."""
         return (
             len({file.partition["day"] for file in files}) == 1
             and sum(file.rows for file in files) <= JOINED_ROWS

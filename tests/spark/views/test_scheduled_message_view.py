@@ -26,6 +26,7 @@ Event = dict[str, Any]
 
 
 def accepted(seq: int, at_ms: int, due_ms: int | None = None, rows: int = 1, **more: Any) -> Event:
+    """Build the event of the acceptance of `rows` messages. `more`: other columns."""
     return {
         "event": "accepted",
         "first_seq": seq,
@@ -38,6 +39,7 @@ def accepted(seq: int, at_ms: int, due_ms: int | None = None, rows: int = 1, **m
 
 
 def released(seq: int, due_ms: int, at_ms: int, **more: Any) -> Event:
+    """Build the event of a release at `at_ms`. `more`: other columns, also to replace these."""
     late = {"lateness_ms": at_ms - due_ms, "attempt": 1}
     return {
         "event": "released",
@@ -128,11 +130,12 @@ lives = st.lists(st.tuples(instants, instants, instants, st.booleans()), min_siz
 
 
 def lives_as_events(lives: list[tuple[int, int, int, bool]], stops: list[tuple[int, int]]) -> list[Event]:
+    """Build the events of messages (accepted_ms, due_ms, lag_ms, is_settled) and of starts after `stops`."""
     events = [started(min(stop), max(stop)) for stop in stops]
-    for seq, (accepted_ms, due_ms, more_ms, is_settled) in enumerate(lives, 1):
+    for seq, (accepted_ms, due_ms, lag_ms, is_settled) in enumerate(lives, 1):
         events.append(accepted(seq, accepted_ms, due_ms))
         if is_settled:
-            events.append(released(seq, due_ms, max(accepted_ms, due_ms) + more_ms))
+            events.append(released(seq, due_ms, max(accepted_ms, due_ms) + lag_ms))
     return events
 
 

@@ -70,6 +70,7 @@ def read_by_duckdb(endpoint: str, shot: Snapshot, due: Due) -> list[Row]:
 
 @pytest.fixture(params=["duckdb", pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.timeout(600)])])
 def engine(request: pytest.FixtureRequest) -> Engine:
+    """Each engine that reads the pending messages of a snapshot."""
     if request.param == "duckdb":
         return Engine(read_by_duckdb)
     from timeball.spark.views import spark_views
@@ -243,6 +244,7 @@ def test_snapshot_during_moves_hides_and_repeats_no_message(node: RunningNode, b
     stop, sent = threading.Event(), 0
 
     def send_and_compact() -> None:
+        """Send 100 messages and compact, again and again until `stop`."""
         nonlocal sent
         with node.client() as ball:
             while not stop.is_set():
