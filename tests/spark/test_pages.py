@@ -171,7 +171,7 @@ def test_a_wrong_row_is_noticed() -> None:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    """A node with ten messages in the pending table and two that are due now."""
+    """A node with ten messages in the pending table and two that are due at once."""
     with running_node(tmp_path_factory.mktemp("page") / "data", compact_rows=0) as node:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
