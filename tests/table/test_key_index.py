@@ -268,14 +268,15 @@ def test_damaged_mapped_file_raises_until_it_is_restored() -> None:
     assert find(index, table.live, ["id1"]) == [1]
 
 
-def test_unreadable_file_raises_and_never_gives_an_empty_result() -> None:
+def test_damaged_file_without_a_run_raises_and_never_gives_an_empty_result() -> None:
     table = table_with_files(1)
     table.add(["red"], with_run=False)
     path = list(table.entries)[1]
     table.files.replace(f"{FOLDER}/{path}", b"PAR1 and then no Parquet")
     index = TableKeys(table.files)
+    # Without a run, the index reads the file itself.
     index.bring_up(table.live)
-    for _ in range(2):
+    for _ in range(2):  # twice: the failure is not cached
         with pytest.raises(Corrupt, match=path):
             index.find_keys(table.live, hashes(["red"]))
 

@@ -27,12 +27,12 @@ def test_a_table_in_the_data_folder_has_no_cache_in_its_files_and_status(tmp_pat
     files = RealFiles(tmp_path)
     catalog = Catalog(files)
     catalog.open()
-    table = PendingTable(catalog, TableKeys(files, None, catalog.data))
+    table = PendingTable(catalog, TableKeys(files, None, catalog.live_files))
     entries = write(files, table_rows([NOW_MS + HOUR_MS]))
     change = attachment(entries, epoch=1, removes=[])
     catalog.sync_data(change.files)
     catalog.commit(change, 1, [], NOW_MS)
-    assert table.data_files is table.whole_files is catalog.data
+    assert table.data_files is table.whole_files is catalog.live_files
     status = table.status()
     assert (status["uri"], status["version"]) == (catalog.uri, catalog.version)
     assert (status["foreign_commits"], status["lost_files"], status["lost_rows"]) == (0, 0, 0)

@@ -77,8 +77,14 @@ class Traces:
     """Creates spans and exports them (Tracing of broker/accepting/tracing.py). Belongs to the event loop."""
 
     def __init__(self, clock: Clock, version: str) -> None:
+        """`version`: of Timeball, an attribute of all spans.
+
+        Raises SetupError if the environment selects another protocol than http/protobuf.
+        """
         _check_protocol()
-        self._clock, self._offset_ns = clock, 0
+        self._clock = clock
+        # From the monotonic clock to the time since 1970. `now_ns` updates it.
+        self._offset_ns = 0
         self._rate_limits = {name: _RateLimit(clock) for name in OPERATIONS}
         # By receipt, without its last part, which may change during a lease. The oldest entry is dropped first.
         self._leased: OrderedDict[tuple[object, ...], _Leased] = OrderedDict()

@@ -71,7 +71,10 @@ logger = logging.getLogger(__name__)
 
 
 def open_traces(clock: Clock, version: str) -> Tracing:
-    """Create the tracing that makes and exports spans. Raises SetupError without the extra `otel`."""
+    """Create the tracing that makes and exports spans.
+
+    Raises SetupError without the extra `otel`, or if the environment selects another protocol than http/protobuf.
+    """
     try:
         from timeball.monitoring.traces import Traces
     except ModuleNotFoundError as error:
@@ -283,7 +286,7 @@ class Node:
         # In a thread, because a sort of ten million settled messages would hold the event loop for a second.
         outcomes = await in_thread(reader_thread, _build_outcomes, recovered, tables)
         is_local, ahead_ms = cache.is_local if cache else None, self._load_bounds.ahead_ms
-        data: DataFiles = files if cache else catalog.data
+        data: DataFiles = files if cache else catalog.live_files
         hour_log = HourLog(data, reader, reader_thread, recovered.files, ahead_ms=ahead_ms, is_local=is_local)
         levels = self._create_levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes, ahead_ms) or hour_log
@@ -299,7 +302,7 @@ class Node:
                 self._create_scheduler(reader, outcomes, backlog, hour_log, levels, durations),
                 backlog, hour_log, levels, outcomes,
             ),
-            pending_table=PendingTable(catalog, TableKeys(files, cache, catalog.data), cache),
+            pending_table=PendingTable(catalog, TableKeys(files, cache, catalog.live_files), cache),
             threads=Threads(
                 reader=reader_thread, lookup=lookup, background=background,
                 table=cache.table_thread if cache else reader_thread, files=lookup if cache else reader_thread,

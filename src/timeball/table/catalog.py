@@ -92,18 +92,21 @@ class Catalog:
         """`storage_options`: delta-rs options for a folder in an object store."""
         self._files, self._options = files, storage_options
         self._table: DeltaTable | None = None
-        self._version = 0
+        self._version = 0  # of the table: the newest that this broker committed or opened
+        # Names of the entries in the Delta log's folder that are durable.
         self._synced_entries: frozenset[str] = frozenset()
         # Path -> time (ms) at which a commit of this run removed the file from the table.
         self._removed_ms: dict[str, int] = {}
         # Files that a reader still needs, even if they leave the table.
         self._protected: list[frozenset[str]] = []
-        self.data, self.foreign = LiveFiles(files), ForeignCommits()
+        self.live_files, self.foreign = LiveFiles(files), ForeignCommits()
         # Paths of the files of the commit that has begun. They are in the table if only its answer was lost.
         self._committing: frozenset[str] = frozenset()
         # The newest TABLE row that the table includes, and its watermark. Both are 0 before `bring_up`.
         self._attach_seq = self._watermark = 0
-        self._is_reconciled = False  # True once `bring_up` has made the table contain exactly `data.live`
+        self._is_reconciled = (
+            False  # True once `bring_up` has made the table contain exactly `live_files.live`
+        )
 
     @property
     def uri(self) -> str:
@@ -163,10 +166,10 @@ class Catalog:
 
         Restores a missing file from its link. Raises MissingFile for a lost file, Corrupt for a different size.
         """
-        self.data.live = {entry.path: entry for entry in live}
+        self.live_files.live = {entry.path: entry for entry in live}
         for entry in live:
             name = f"{FOLDER}/{entry.path}"
-            if not self._files.exists(name) and not self.data.restore_file(entry.path):
+            if not self._files.exists(name) and not self.live_files.restore_file(entry.path):
                 raise MissingFile(
                     f"{name} is missing: restore this file from a copy, or name the object store that it is in "
                     "(--table)"
@@ -211,7 +214,7 @@ class Catalog:
         except Exception as error:
             # A damaged entry can make delta-rs fail with any exception. If the disk is the cause, the repair fails too.
             difference = f"{type(error).__name__}: {error}"
-        self.data.link_only({entry.path: entry for entry in live})
+        self.live_files.link_only({entry.path: entry for entry in live})
         self._attach_seq, self._watermark, self._is_reconciled = attach_seq, watermark, True
         if difference is not None:
             self._repair(difference, self._foreign_commits(), now_ms)
@@ -244,7 +247,7 @@ class Catalog:
 
     def _restore_missing_files(self) -> list[FileEntry]:
         """Restore the live files that are missing. Returns the files that cannot be restored."""
-        return self.data.restore_missing()
+        return self.live_files.restore_missing()
 
     def _is_newest_ours(self) -> bool:
         """Check whether the newest version is the last one that this broker committed."""
@@ -260,7 +263,7 @@ class Catalog:
             return  # a commit of this broker whose answer was lost; `commit` is repeated and finds it
         try:
             self._delta_table().update_incremental()
-            difference = self._difference(list(self.data.live.values()), self._attach_seq)
+            difference = self._difference(list(self.live_files.live.values()), self._attach_seq)
         except self._errors_without_damage:
             raise
         except Exception as error:  # of any type: see bring_up
@@ -306,7 +309,7 @@ class Catalog:
             try:
                 self._delta_table().update_incremental()
                 self._commit_on_top(now_ms)
-                remaining = self._difference(list(self.data.live.values()), self._attach_seq)
+                remaining = self._difference(list(self.live_files.live.values()), self._attach_seq)
             except self._errors_without_damage:
                 raise
             except Exception as error:  # of any type: see bring_up
@@ -317,7 +320,7 @@ class Catalog:
         if remaining is not None:
             logger.warning("table recreated from the log folder=%s reason=%s", DELTA_LOG, remaining)
             with self._translate_errors("recreating the table"):
-                self._recreate(list(self.data.live.values()), self._attach_seq, self._watermark, now_ms)
+                self._recreate(list(self.live_files.live.values()), self._attach_seq, self._watermark, now_ms)
         self._log_foreign_commits(commits, difference)
 
     def _log_foreign_commits(self, commits: list[tuple[int, str]], difference: str) -> None:
@@ -340,7 +343,7 @@ class Catalog:
             self._table = delta_rs.replace_table(self.uri, self._options)
         state = self.state()
         table_files = {entry.path: entry for entry in state.files}
-        live = self.data.live
+        live = self.live_files.live
         added = [entry for path, entry in live.items() if table_files.get(path) != entry]
         removed = [entry for path, entry in table_files.items() if path not in live]
         correction = Attachment(job="rewrite", job_id="log", epoch=0, files=added)
@@ -428,7 +431,7 @@ class Catalog:
             self._files.sync_dir(folder)
         if folders:
             self._files.sync_dir(FOLDER)
-        self.data.link_files(entries)
+        self.live_files.link_files(entries)
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """Commit an attach to the Delta log and make it durable (steps 3 and 4). Returns the table's version.
@@ -458,7 +461,7 @@ class Catalog:
             self._record_commit(attachment, attach_seq, removed, now_ms)
             return int(table.version())
         # A foreign VACUUM may have removed files that no version names yet.
-        self.data.restore_files(attachment.files)
+        self.live_files.restore_files(attachment.files)
         self._files.external(FOLDER)
         delta_rs.commit(table, attachment, attach_seq, removed, now_ms)
         table.update_incremental()
@@ -485,9 +488,9 @@ class Catalog:
         for entry in removed:
             self._removed_ms[entry.path] = now_ms
         if self._is_reconciled and attach_seq > self._attach_seq:
-            live = dict(self.data.live)
+            live = dict(self.live_files.live)
             apply_to(live, attachment)
-            self.data.live, self._attach_seq = live, attach_seq
+            self.live_files.live, self._attach_seq = live, attach_seq
             self._watermark = max(self._watermark, attachment.to_seq)
 
     @contextmanager
@@ -536,7 +539,7 @@ class Catalog:
             retention_hours=hours, enforce_retention_duration=False, dry_run=True, full=True
         )
         # The list also contains deleted files, and live files that another program took out of the table.
-        needed = frozenset(self.data.live).union(*self._protected)
+        needed = frozenset(self.live_files.live).union(*self._protected)
         unused = [
             name for name in candidates if name not in needed and self._files.exists(f"{FOLDER}/{name}")
         ]

@@ -127,7 +127,10 @@ class Encoder:
 
 
 def _with_id16(rows: pa.Table) -> pa.RecordBatch:
-    """Convert rows of ID_SCHEMA to _BLOCK_SCHEMA: move ids of 32 hexadecimal digits of one case to `id16`."""
+    """Convert rows of ID_SCHEMA to _BLOCK_SCHEMA: move ids of 32 hexadecimal digits of one case to `id16`.
+
+    The `unique_key` of a moved id becomes null for lower case, and empty for upper case.
+    """
     columns = {name: pa.concat_arrays(rows.column(name).chunks) for name in ID_COLUMNS}
     ids, count = columns["unique_key"], rows.num_rows
     has_id_length = pc.fill_null(pc.equal(pc.binary_length(ids), _ID_DIGITS), False)
@@ -149,8 +152,8 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
         is_packed[row_indexes], is_upper[row_indexes] = True, ~are_lower[is_id16]
     # Not `if_else`, which would keep the bytes of texts that become null. `take` makes a null of each masked index. The
     # index `count` is that of the empty text at the end.
-    empty = pa.concat_arrays([ids, pa.array([""], ids.type)])
-    columns["unique_key"] = empty.take(
+    ids_and_empty = pa.concat_arrays([ids, pa.array([""], ids.type)])
+    columns["unique_key"] = ids_and_empty.take(
         pa.array(np.where(is_upper, count, np.arange(count)), mask=is_packed & ~is_upper)
     )
     bitmap = pa.array(is_packed).buffers()[1]

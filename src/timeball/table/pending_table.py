@@ -149,7 +149,7 @@ class StoredCatalog(Catalog):
     def _restore_missing_files(self) -> list[FileEntry]:
         # A store has no hard links. Removed files are uploaded again from local copies. There are local copies of all
         # files with messages due soon.
-        return self._cache.restore_missing(list(self.data.live.values()))
+        return self._cache.restore_missing(list(self.live_files.live.values()))
 
     def _ask(self, step: Callable[[], T]) -> T:
         """Run a step on the Delta log, and return its result or raise its error."""
@@ -176,7 +176,7 @@ class StoredCatalog(Catalog):
         A commit of this broker whose answer was lost adds only files of its own log. Names of files are random, so no
         other broker adds files of these names.
         """
-        own_paths = self._committing.union(self.data.live)
+        own_paths = self._committing.union(self.live_files.live)
         added_paths = [
             unquote(action["add"]["path"])
             for _, actions in self._commits(after_version=self._version)
@@ -229,12 +229,12 @@ class PendingTable:
     @property
     def data_files(self) -> DataFiles:
         """The source of any data file, for threads that may wait for an object store."""
-        return self.catalog.data if self.cache is None else RangedFiles(self.cache)
+        return self.catalog.live_files if self.cache is None else RangedFiles(self.cache)
 
     @property
     def whole_files(self) -> DataFiles:
         """The source of any data file, for callers that read whole files: a file that is not local is fetched."""
-        return self.catalog.data if self.cache is None else self.cache
+        return self.catalog.live_files if self.cache is None else self.cache
 
     def status(self) -> dict[str, object]:
         """Build the fields of `TableStatus` (model/answers.py) that this package knows."""

@@ -228,7 +228,7 @@ def test_at_the_limit_the_oldest_jobs_and_reservations_are_forgotten(monkeypatch
     attach_state = AttachState()
     for number in (1, 2, 3, 1, 4):
         attach_state.apply(attachment([], job_id=f"job{number}", epoch=number), 1, NOW_MS)
-        attach_state.check_reserve(1)
+        attach_state.make_room_for(1)
         attach_state.reserve(number * 10, 1)
     assert set(attach_state.epochs) == {"job3", "job1", "job4"}
     assert len(attach_state.reserved) <= 3
@@ -264,7 +264,7 @@ def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
 @pytest.mark.parametrize("rows", [0, -1, (1 << 40) + 1])
 def test_a_reservation_of_no_or_too_many_rows_is_refused(rows: int) -> None:
     with pytest.raises(InvalidMessage, match="reserve"):
-        AttachState().check_reserve(rows)
+        AttachState().make_room_for(rows)
 
 
 # ---- files --------------------------------------------------------------------------------------------------

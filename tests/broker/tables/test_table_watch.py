@@ -305,7 +305,7 @@ async def _check_missing_file(world: RealWorld) -> None:
     with pytest.raises(MissingFile, match="put this file back from a copy"):
         await asyncio.get_running_loop().run_in_executor(
             world.broker.threads.reader,
-            world.broker.pending_table.catalog.data.map_readonly,
+            world.broker.pending_table.catalog.live_files.map_readonly,
             f"pending/{entry.path}",
         )
     await world.broker.mover.rewrite()  # chooses other files

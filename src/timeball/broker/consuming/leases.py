@@ -467,13 +467,16 @@ class Leases:
         return True
 
     def finish(self, positions: list[LeasedPosition]) -> None:
-        """End these leases: their positions are done. Wakes consumers that wait because a queue was full."""
+        """End these leases: their positions are done.
+
+        Stores the group's offset in each queue (`store`), and wakes consumers that wait because a queue was full.
+        """
         was_full = {queue: queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for queue, _, _ in positions}
         for queue, offset, lease in positions:
-            # Compared by identity: the position has a new lease if the group's offset was changed meanwhile.
+            # No lease is found if it ended meanwhile, for example because the queue was forgotten (`forget`).
             if queue.in_flight.get(offset) is lease:
                 queue.mark_done(offset)
-        self.store_all(was_full)
+        self.store_all(was_full.keys())
         if any(was_full.values()):
             self._waiters.wake({queue.ends for queue, is_full in was_full.items() if is_full})
 

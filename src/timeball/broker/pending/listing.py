@@ -281,14 +281,14 @@ class Listing:
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
         # A message is held by its paused campaign, or by a selection (`change.holder`).
         held_by_campaign = self._scheduling.outcomes.holds.contains(*due_version_columns(chosen)).tolist()
-        names = _find_campaigns(np.array([candidate.number for candidate in chosen], np.int64), ranges)
+        campaigns = _find_campaigns(np.array([candidate.number for candidate in chosen], np.int64), ranges)
         return [
             PendingMessage(
                 candidate.number, candidate.shown_topic, candidate.shown_due_ms, candidate.unique_key, candidate.keys,
-                by_seq[candidate.seq]["tag"], len(by_seq[candidate.seq]["body"] or b""), name,
+                by_seq[candidate.seq]["tag"], len(by_seq[candidate.seq]["body"] or b""), campaign,
                 is_held or (candidate.change is not None and candidate.change.holder is not None),
             )
-            for candidate, name, is_held in zip(chosen, names, held_by_campaign, strict=True)
+            for candidate, campaign, is_held in zip(chosen, campaigns, held_by_campaign, strict=True)
             if candidate.seq in by_seq
         ]  # fmt: skip
 
@@ -396,7 +396,7 @@ def _build_messages(
 ) -> list[PendingMessage]:
     """Build the messages of a page from rows of log and table, sorted by the due times to show.
 
-    `shown` contains the due time and the topic to show by version, `held` the versions of held messages.
+    `shown` contains the due time and the topic to show by `seq` (the version), `held` the `seq` of held messages.
     """
     rows: list[dict[str, Any]] = []
     for table in tables:
@@ -404,16 +404,15 @@ def _build_messages(
         rows += table.drop_columns(["body"]).append_column("size_bytes", size).to_pylist()
     for row in rows:
         row["due_ms"], row["topic"] = shown[row["seq"]]
-    # Merge the rows of log and table.
     rows.sort(key=lambda row: (row["due_ms"], row["seq"]))
     numbers = [row["seq"] if row["number"] is None else row["number"] for row in rows]
-    names = _find_campaigns(np.array(numbers, np.int64), ranges)
+    campaigns = _find_campaigns(np.array(numbers, np.int64), ranges)
     return [
         PendingMessage(
             number, row["topic"], row["due_ms"], row["unique_key"], row["keys"], row["tag"],
-            row["size_bytes"], name, row["seq"] in held,
+            row["size_bytes"], campaign, row["seq"] in held,
         )
-        for number, row, name in zip(numbers, rows, names, strict=True)
+        for number, row, campaign in zip(numbers, rows, campaigns, strict=True)
     ]  # fmt: skip
 
 

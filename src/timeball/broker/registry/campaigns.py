@@ -34,6 +34,7 @@ from timeball.table.data_file import DataFile
 from timeball.table.object_store import FileCache
 
 JOB_MS_MAX = 7 * limits.DAY_MS  # from the plan of a campaign to its attach. A bulk job takes minutes
+RESERVED_ROWS_MAX = 1 << 40  # of one reservation
 
 State = Literal["planned", "running", "paused", "cancelled"]
 
@@ -287,10 +288,10 @@ class AttachState:
                 "one job_id and the option epoch, or without job_id"
             )
 
-    def check_reserve(self, rows: int) -> None:
+    def make_room_for(self, rows: int) -> None:
         """Raise InvalidMessage unless `rows` numbers may be reserved. Drops the oldest reservation beyond the limit."""
-        if not 0 < rows <= 1 << 40:
-            raise InvalidMessage(f"reserve {rows} rows: at least one")
+        if not 1 <= rows <= RESERVED_ROWS_MAX:
+            raise InvalidMessage(f"reserve {rows} rows: 1 to {RESERVED_ROWS_MAX}")
         if len(self.reserved) >= limits.RESERVATIONS_MAX:
             # Failed tasks leave reservations behind. The oldest ones belong to jobs that have ended.
             self.reserved.pop(next(iter(self.reserved)))

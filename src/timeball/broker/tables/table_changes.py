@@ -121,9 +121,9 @@ class TableChanges:
     async def reserve(self, rows: int) -> int:
         """Reserve `rows` sequence numbers for a bulk attach, and return the first.
 
-        The reservation is durable on return. Raises the errors of `AttachState.check_reserve`.
+        The reservation is durable on return. Raises the errors of `AttachState.make_room_for`.
         """
-        self._attach_state.check_reserve(rows)
+        self._attach_state.make_room_for(rows)
         body, now_ms = att.encode(att.Reservation(rows)), self._clock.now_ms()
         row = build_rows(1, kind=int(Kind.TABLE), body=body, store_ms=now_ms)
         # The numbers follow the row's own number. The span of its frame includes them, so no other row gets them.
@@ -611,7 +611,9 @@ class TableWatch:
 
     async def _try_restore(self, path: str) -> bool:
         """Restore a deleted data file if a copy is left. True if the file exists again."""
-        return await in_thread(self._threads.reader, self._pending_table.catalog.data.restore_file, path)
+        return await in_thread(
+            self._threads.reader, self._pending_table.catalog.live_files.restore_file, path
+        )
 
 
 # ---- a table in an object store -------------------------------------------------------------------------------
