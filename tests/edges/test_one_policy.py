@@ -363,7 +363,7 @@ def test_no_edge_checks_permissions_itself() -> None:
         "call.caller.check(Verb.SEND, topic=topic)",
     ],
 )
-def test_an_edge_that_asks_is_seen(source: str) -> None:
+def test_code_that_checks_permissions_is_found(source: str) -> None:
     assert checks_in(source)
 
 

@@ -12,7 +12,7 @@ from tests.edges.remoting.handlers.test_sends import sent
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode
 
-from timeball.edges.remoting.calls import UNSUPPORTED_FIELDS
+from timeball.edges.remoting.calls import NEUTRAL_VALUES
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON
 from timeball.edges.remoting.handlers import heartbeats, pops, pulls, queries, retries, sends
@@ -141,7 +141,7 @@ READ_BY: dict[int, type] = {
 def test_each_field_of_a_header_is_read_or_refused_or_listed_as_ignored(code: int) -> None:
     read, ignored = (set(names.split()) for names in FIELDS[code])
     refused = set(REFUSED.get(code, "").split())
-    assert refused <= UNSUPPORTED_FIELDS.keys()
+    assert refused <= NEUTRAL_VALUES.keys()
     assert read | ignored | refused == set(OF_5_5_0[code].split())
     assert not read & ignored and not (read | ignored) & refused
     if code in READ_BY:
@@ -150,7 +150,7 @@ def test_each_field_of_a_header_is_read_or_refused_or_listed_as_ignored(code: in
 
 
 def test_every_unsupported_field_is_a_field_of_5_5() -> None:
-    assert set(UNSUPPORTED_FIELDS) - set(" ".join(REFUSED.values()).split()) == {
+    assert set(NEUTRAL_VALUES) - set(" ".join(REFUSED.values()).split()) == {
         "indexType"
     }  # only some of its values are refused
     assert FIELDS.keys() == OF_5_5_0.keys() and set(FIELDS) <= set(RequestCode)

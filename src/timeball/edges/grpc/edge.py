@@ -94,7 +94,10 @@ class GrpcEdge:
         return self._server.connections
 
     async def close(self) -> None:
-        """End Telemetry streams and waiting calls, and close the server."""
+        """End Telemetry streams, and close the server, which waits up to LAST_ANSWERS_S for open calls.
+
+        Afterwards leases are renewed no longer.
+        """
         for task in self._background_tasks:
             task.cancel()
         await asyncio.gather(*self._background_tasks, return_exceptions=True)

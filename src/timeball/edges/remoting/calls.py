@@ -54,16 +54,16 @@ _OBJECT_KEY_ENTRY = re.compile(rb"\s*(\{[^{}]*\})\s*:\s*(-?[0-9]{1,19})\s*,?")
 
 Reply = Command | None
 
-# Header fields of RocketMQ 5.5 that Timeball does not support, and their values that have no effect. A request with
-# another value is refused, because ignoring the field would change the meaning of the request. All fields of 5.5 and
-# their treatment are listed in tests/edges/remoting/test_header_fields.py.
-UNSUPPORTED_FIELDS: dict[str, frozenset[str]] = {
+# Header fields of RocketMQ 5.5 that Timeball does not support, and their neutral values, which have no effect. A
+# request with another value is refused, because ignoring the field would change the meaning of the request. All fields
+# of 5.5 and their treatment are listed in tests/edges/remoting/test_header_fields.py.
+NEUTRAL_VALUES: dict[str, frozenset[str]] = {
     "liteTopic": frozenset({""}),
     "suspend": frozenset({"", "false"}),  # of the consumer of a lite topic
     "indexType": frozenset({"", "K", "U"}),  # keys, ids; "T" (tags) is refused
     "lastKey": frozenset({""}),  # continues a query after this key
 }
-_UNSUPPORTED_NAMES = frozenset(UNSUPPORTED_FIELDS)
+_UNSUPPORTED_NAMES = frozenset(NEUTRAL_VALUES)
 
 
 class Call:
@@ -128,7 +128,7 @@ def refuse_unsupported_fields(command: Command) -> None:
     if _UNSUPPORTED_NAMES.isdisjoint(command.ext):
         return
     for name in _UNSUPPORTED_NAMES & command.ext.keys():
-        if command.ext[name] not in UNSUPPORTED_FIELDS[name]:
+        if command.ext[name] not in NEUTRAL_VALUES[name]:
             raise Refused(
                 ResponseCode.INVALID_PARAMETER,
                 f"code {command.code}: {name} {command.ext[name][:64]!r} is not supported by Timeball: leave it out",

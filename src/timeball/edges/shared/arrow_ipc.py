@@ -324,7 +324,7 @@ class SendColumns:
     def check_and_convert(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """Check a batch, and convert its columns to the types of SEND_SCHEMA. Their order stays.
 
-        `allow` checks the topics before other columns are read. None: the caller has checked them already. Raises
+        `allow` checks the topics before other columns are read. None: they are checked already. Raises
         InvalidMessage, InvalidDelay, OverLimit, and the errors of `allow`.
         """
         if not self.rows_min <= batch.num_rows <= limits.ROWS_PER_REQUEST_MAX:
@@ -385,7 +385,7 @@ class ReleaseColumns:
     def check_and_convert(self, batch: pa.RecordBatch, allow: Allow | None) -> pa.RecordBatch:
         """Check a batch, and bring its columns into the order of TABLE_SCHEMA.
 
-        `allow` checks that the caller may ADMIN. None: the caller has checked it already. Raises InvalidMessage (also
+        `allow` checks that the client may ADMIN. None: that is checked already. Raises InvalidMessage (also
         if a column of RELEASE_REQUIRED has nulls), OverLimit, and the errors of `allow`.
         """
         if allow is not None:

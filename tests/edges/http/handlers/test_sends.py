@@ -332,7 +332,7 @@ def test_a_send_with_a_pending_unique_key_is_refused_kept_or_replaces(client: Cl
     assert [verdict["verdict"] for verdict in cancelled] == ["cancelled", "already_cancelled"]
 
 
-def test_a_unique_key_may_come_in_headers_and_under_an_idempotency_key(client: Client) -> None:
+def test_a_unique_key_may_come_in_a_header_and_be_combined_with_an_idempotency_key(client: Client) -> None:
     raw = {"timeball_unique_key": "order%2017", "timeball_after": "1h"}
     assert client.send("raw", b"x", **raw).status == 400  # it has a blank
     raw["timeball_unique_key"] = "order-17"

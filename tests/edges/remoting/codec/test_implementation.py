@@ -347,7 +347,7 @@ def test_an_unusual_batch_is_left_to_the_reference_as_a_whole(
 @pytest.mark.parametrize("form", [JSON, BINARY])
 def test_a_batch_with_one_changed_byte_gives_the_same_result_in_both_codecs(form: int) -> None:
     whole = batch([record(), record("UNIQ_KEY\x01ä\x02", b"body")], form=form)
-    for at in range(8, len(whole)):
+    for at in range(8, len(whole)):  # not the lengths of frame and header, which are the first 8 bytes
         for value in {0, 1, 2, 0x20, 0x7F, 0x80, 0xFF, whole[at] ^ 1}:
             agree(whole[:at] + bytes([value]) + whole[at + 1 :])
 

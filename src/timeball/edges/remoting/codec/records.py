@@ -448,10 +448,13 @@ def msg_offset_info(positions: Iterable[Position]) -> str:
     )
 
 
-def order_count_info(positions: Iterable[Position], times: Iterable[int]) -> str:
-    """Encode how often each ordered message was popped before, and per queue the least count, for old clients."""
+def order_count_info(positions: Iterable[Position], pop_counts: Iterable[int]) -> str:
+    """Encode how often each ordered message was popped before, and per queue the least count, for old clients.
+
+    A message that is left out was never popped before.
+    """
     items, least_counts = [], dict[tuple[str, int], int]()
-    for (retry, queue_id, offset), count in zip(positions, times, strict=True):
+    for (retry, queue_id, offset), count in zip(positions, pop_counts, strict=True):
         if count:
             items.append(f"{retry} qo{queue_id}%{offset} {count}")
         least_counts[retry, queue_id] = min(count, least_counts.get((retry, queue_id), count))

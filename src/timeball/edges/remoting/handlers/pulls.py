@@ -99,7 +99,7 @@ class _Grant(NamedTuple):
 
 
 class Pulls:
-    """Serves PULL_MESSAGE. Belongs to the event loop."""
+    """Serves PULL_MESSAGE and LITE_PULL_MESSAGE. Belongs to the event loop."""
 
     def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._context = context
@@ -113,6 +113,7 @@ class Pulls:
             codec, reader=context.broker.log.reader, reader_thread=context.broker.threads.reader
         )
         self._filters = FilterCache()
+        # By subject of the pull (`PlainPull.subject`).
         self._grants: dict[bytes, _Grant] = {}
         # Sum of the versions of topics, groups and sessions for which the grants are valid.
         self._grants_version = -1

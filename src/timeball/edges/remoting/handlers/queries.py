@@ -1,9 +1,9 @@
 """Serve queries: for messages by key or sequence number, and those to a name server for routes, brokers and topics.
 
 A message is found by its unique key, by KEYS, or by the sequence number in an offsetMsgId, as soon as it is accepted. A
-pending message is returned as it is in the log, without a queue offset (RocketMQ finds it only when it is due). A
-pending message that was compacted away from the tail of the log is no longer a row of the log. `timeball pending` finds
-it, but these queries do not.
+row that gives a message a due time is returned as it is in the log, without a queue offset, also if the message was
+cancelled (RocketMQ finds a message only when it is due). A pending message that was compacted away from the tail of the
+log is no longer a row of the log. `timeball pending` finds it, but these queries do not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS_MAX = 64  # RocketMQ's maxMsgsNumBatch: only the newest messages of a key a
 CANDIDATES_MAX = 4_096  # rows with the key's hash that are read at most
 ROWS_PER_READ = 32  # few, since each may have a body of 4 MiB
 BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, or one larger body. Clients disconnect at 16 MiB
-VISIBLE, PENDING = [Kind.MESSAGE, Kind.RELEASE], [Kind.SCHEDULED, Kind.MOVED]
+VISIBLE, SCHEDULING_KINDS = [Kind.MESSAGE, Kind.RELEASE], [Kind.SCHEDULED, Kind.MOVED]
 
 
 class _Query(msgspec.Struct, rename="camel"):
@@ -106,22 +106,22 @@ class Queries:
     def _find(self, fields: _Query) -> pa.RecordBatch | None:
         """Find the newest matching rows, in log order. Runs in the reader thread. Returns None if there is no match.
 
-        Visible messages are returned if any of them match, otherwise pending messages.
+        Visible messages are returned if any of them match, otherwise the rows that give a message a due time.
         """
         key_hash = hash_text(pa.array([fields.key], pa.string()))
         seqs = self._context.broker.log.key_index.find_rows(key_hash)[-CANDIDATES_MAX:]
         rows_max = max(1, min(fields.max_num, ROWS_MAX))
-        visible, pending = _NewestRows(rows_max), _NewestRows(rows_max)
+        visible, scheduling = _NewestRows(rows_max), _NewestRows(rows_max)
         for end in range(len(seqs), 0, -ROWS_PER_READ):
             matches = _select_matches(
                 self._context.broker.log.reader.read_rows(seqs[max(0, end - ROWS_PER_READ) : end]), fields
             )
             visible.add(matches.filter(pa.array(np.isin(matches.column("kind").to_numpy(), VISIBLE))))
-            pending.add(matches.filter(_is_pending(matches)))
+            scheduling.add(matches.filter(_sets_due_time(matches)))
             if visible.is_full:
                 break
         rows = visible.rows()
-        return pending.rows() if rows is None else rows
+        return scheduling.rows() if rows is None else rows
 
     async def _view_message(self, call: Call) -> Reply:
         return call.answer(body=await stored_message(self._context, call, call.fields(_View).offset))
@@ -151,19 +151,19 @@ def _read_message(reader: LogReader, seqs: Int64Array) -> pa.RecordBatch | None:
         rows = reader.read_rows(seqs)
     except OutOfRange:
         return None
-    return rows if rows.column("kind")[0].as_py() in VISIBLE or _is_pending(rows)[0].as_py() else None
+    return rows if rows.column("kind")[0].as_py() in VISIBLE or _sets_due_time(rows)[0].as_py() else None
 
 
-def _is_pending(rows: pa.RecordBatch) -> pa.Array:
+def _sets_due_time(rows: pa.RecordBatch) -> pa.Array:
     """Return a mask of the rows that give a message a due time: SCHEDULED, or MOVED by a reschedule or a commit.
 
     A MOVED row without `from_due_ms` only changes where the message is stored. A half message has no due time.
     """
-    has_pending_kind = np.isin(rows.column("kind").to_numpy(), PENDING)
-    has_pending_kind &= np.asarray(
+    is_scheduling = np.isin(rows.column("kind").to_numpy(), SCHEDULING_KINDS)
+    is_scheduling &= np.asarray(
         pc.or_(pc.not_equal(rows.column("kind"), Kind.MOVED), rows.column("from_due_ms").is_valid())
     )
-    return pc.and_(pa.array(has_pending_kind), rows.column("due_ms").is_valid())
+    return pc.and_(pa.array(is_scheduling), rows.column("due_ms").is_valid())
 
 
 def _select_matches(rows: pa.RecordBatch, fields: _Query) -> pa.RecordBatch:
@@ -188,10 +188,12 @@ def _is_stored_between(rows: pa.RecordBatch, fields: _Query) -> pa.Array:
 
 
 def _is_of_topic(rows: pa.RecordBatch, topic: str) -> pa.Array:
-    """Return a mask of the rows of a topic. For a pending message with a delay level, a property names its topic."""
+    """Return a mask of the rows of a topic. Rows that schedule by delay level have it in a property."""
     has_real_topic = pc.match_substring(rows.column("properties"), f"REAL_TOPIC\x01{topic}\x02")
-    is_pending = pa.array(np.isin(rows.column("kind").to_numpy(), PENDING))
-    return pc.or_(pc.equal(rows.column("topic"), topic), pc.and_(is_pending, has_real_topic.fill_null(False)))
+    is_scheduling = pa.array(np.isin(rows.column("kind").to_numpy(), SCHEDULING_KINDS))
+    return pc.or_(
+        pc.equal(rows.column("topic"), topic), pc.and_(is_scheduling, has_real_topic.fill_null(False))
+    )
 
 
 # ---- the name server: routes, and the lists of brokers and topics --------------------------------------------
