@@ -116,7 +116,7 @@ def test_stale_listing_hides_and_repeats_no_row(rows: Rows, store: FaultyStore) 
 
 
 @pytest.mark.slow
-def test_of_two_commits_of_one_version_the_store_refuses_one(rows: Rows, store: FaultyStore) -> None:
+def test_a_commit_with_a_stale_listing_does_not_overwrite_another(rows: Rows, store: FaultyStore) -> None:
     assert _race(rows, store) == [1, 2]
 
 

@@ -275,7 +275,11 @@ def campaign_id(source: Source, columns: Mapping[str, str | None]) -> str:
 
 
 def _read_source(spark: SparkSession, source: Source) -> DataFrame:
-    """Read the source as a DataFrame, lazily. Raises RequestError, with the first URI, if Spark cannot read it."""
+    """Open the source as a DataFrame. Spark may read files to find their schema.
+
+    Raises RequestError, with the first URI or "jdbc", for a SetupError of Spark, such as a missing path. Raises the
+    other errors of `spark_errors` unchanged.
+    """
     from timeball.spark.source.spark_api import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)

@@ -550,7 +550,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _run_name_server(settings: Settings, as_json: bool) -> None:
-    """Run a name server of a cluster until SIGTERM or SIGINT."""
+    """Run a name server of a cluster until SIGTERM or SIGINT. Prints the ready line. Raises SetupError."""
     from timeball.cluster.coordination.etcd import create_coordinator
     from timeball.io.clock import SystemClock
     from timeball.node.name_service import NameService

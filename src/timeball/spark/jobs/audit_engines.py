@@ -249,7 +249,7 @@ class SparkAuditEngine:
         self._frames |= {"events": events, "filed": filed, "logged": logged, "placed": placed}
 
     def _events(self) -> DataFrame:
-        """Unite the events in the ledger with newer events from the log."""
+        """Unite the events of single messages: those in the ledger, and newer ones from the log."""
         fresh, table = self._fresh_events(), self._reads.ledger
         if table is None:
             return fresh

@@ -144,11 +144,14 @@ class Sources:
 
 
 def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
-    """Find the bounds of archive and log. All messages that passed before `now_ms` are in rows before `end`.
+    """Open the archive, and find the bounds of archive and log.
 
-    `archive_uri`: by default the archive beside the pending table, if it exists. `table_uri`: the URI of the pending
-    table for this process, if it is not the broker's. Raises NotFound if there is no archive at a given `archive_uri`.
-    Raises OutOfRange if rows between the archive and the log are missing. Raises Unavailable if the broker's disk lags.
+    All messages that passed before `now_ms` are in rows before `end`. `archive_uri`: by default the archive beside the
+    pending table, if it exists. `table_uri`: the URI of the pending table for this process, if it is not the broker's.
+
+    Raises NotFound if there is no archive at a given `archive_uri`, StorageError if the table there is not an archive
+    or cannot be read, OutOfRange if rows between the archive and the log are missing, and Unavailable if the broker's
+    disk lags.
     """
     with Endpoint(endpoint) as broker:
         status = _wait_until_durable(broker)

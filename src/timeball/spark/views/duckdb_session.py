@@ -190,7 +190,10 @@ class SqlSession:
             )
 
     def _to_timeball_error(self, error: Exception) -> TimeballError:
-        """Convert an error of DuckDB or Arrow to an error of Timeball."""
+        """Convert an error of DuckDB, Arrow or the system.
+
+        Returns an OutOfRange for a deleted file, an OverLimit without memory, otherwise a RequestError.
+        """
         text = str(error)
         if "FileNotFoundError" in text or isinstance(error, FileNotFoundError):
             return deleted_file_error(" or ".join(each.snapshot.uri for each in self._groups), error)

@@ -105,7 +105,7 @@ class Snapshot:
     first_seq: int
     end_seq: int
     watermark: int  # the tail begins at this row
-    due_from_ms: int  # messages due earlier are settled, except those of delay levels
+    due_from_ms: int  # messages due earlier do not belong to the snapshot, except those of delay levels
     only_cancels: bool = False  # no message of the snapshot can be released yet, so RELEASE rows are not read
     upcoming: bool = False  # only messages with a due time to come: not those that a bulk operation holds
     is_whole: bool = True
@@ -121,11 +121,13 @@ class Snapshot:
         upcoming: bool = False,
         table_uri: str | None = None,
     ) -> Snapshot:
-        """Take a snapshot of the messages pending now, or of those pending when `version` of the table was made.
+        """Take a snapshot of the messages that are pending now.
 
-        `upcoming`: only messages due after the broker's current time, without those that a bulk operation holds.
-        `table_uri`: the table's URI for this process, if it differs from the broker's. Raises NotFound for a version
-        that does not exist, and SetupError if this process cannot reach the table.
+        `version`: of the messages that were pending, and not due yet, when this version of the table was made.
+        `upcoming`: without messages that are due at the time of the snapshot, and without those that a bulk operation
+        holds. `table_uri`: the table's URI for this process, if it differs from the broker's. Raises NotFound for a
+        version that does not exist, SetupError if this process cannot reach the table, and Unavailable if the table
+        lags behind the log.
         """
         status = status_with_all_attaches(broker, table_uri)
         uri = table_uri or status.table.uri
