@@ -524,7 +524,7 @@ class LevelQueue:
         return min(postponed, default=FAR_MS)
 
     def advance(self, outcomes: Outcomes) -> None:
-        """Move `low` past settled entries."""
+        """Move `low` to the first entry that is not settled or not opened."""
         end = min((stretch.next for stretch in self.stretches), default=self.added_to)
         while self.low < end:
             entries = self.index.read(self.low, min(CHUNK, end - self.low))

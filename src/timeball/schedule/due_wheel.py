@@ -128,8 +128,8 @@ class Run:
 
     def part(self, begin: int, end: int) -> Run:
         """Build a view of the rows [begin, end), none of which has been handed out."""
-        # The cursor of the new run is 0: rows that were handed out of the old run are outside [begin, end).
         due, original_due_ms = self.due_ms[begin:end], self.original_due_ms
+        # Stays the same object as the due times, so that `is_shifted` needs no comparison.
         original_due_ms = due if original_due_ms is self.due_ms else original_due_ms[begin:end]
         return Run(due, self.seq[begin:end], original_due_ms, self.rows.slice(begin, end - begin))
 

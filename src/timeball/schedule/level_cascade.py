@@ -317,13 +317,16 @@ class LevelCascade(BacklogInFiles):
     """All queues of the cascade. Belongs to the event loop."""
 
     def __init__(self, files: Files, reader: LogReader, outcomes: Outcomes, *, ahead_ms: int) -> None:
-        """Make a backlog without queues, with the lead time for `ahead_ms`. Call `restore` before any other method."""
+        """Make a backlog without queues. Call `restore` before any other method.
+
+        `ahead_ms`: bodies are loaded this long before the due time. The lead time is at least LEAD_MS_MIN.
+        """
         self._files, self.reader, self._outcomes = files, reader, outcomes
         self.lead_ms = lead_ms_of(ahead_ms)
         self.queues: list[HopQueue] = []
         self._known_seq = 0
         self._latest_entry_ms = -FAR_MS  # the time at which the latest hops began
-        # Previous rows of rewritten messages, since the last `_advance`.
+        # The rows that messages had before they were rewritten for their next hop, since the last `_advance`.
         self._previous_rows: list[Int64Array] = []
 
     # -- the core operations of a backlog ---------------------------------------------------------------------
