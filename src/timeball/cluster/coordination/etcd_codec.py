@@ -135,10 +135,12 @@ def txn_body(when: Sequence[Comparison], then: Sequence[Operation], otherwise: S
 
 
 def read_txn(body: bytes, then: Sequence[Operation], otherwise: Sequence[Operation]) -> Outcome:
-    """Decode the outcome of a transaction. Raises BadAnswer."""
+    """Decode the outcome of a transaction with these operations (`txn_body`). Raises BadAnswer."""
     answer = _decode(body, _Txn)
     operations = then if answer.succeeded else otherwise
-    if len(answer.responses) != len(operations) or answer.header.revision < 1:
+    if answer.header.revision < 1:
+        raise BadAnswer("a transaction without a revision")
+    if len(answer.responses) != len(operations):
         raise BadAnswer(f"{len(answer.responses)} answers to {len(operations)} operations")
     reads = [
         _read_range(operation, response.response_range)
