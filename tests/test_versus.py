@@ -108,11 +108,12 @@ def test_memory_is_filled_until_little_is_free(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_the_table_at_the_consumer_marks_brokers_that_are_not_durable() -> None:
+def test_the_table_of_deliveries_shows_durability_and_failures() -> None:
     result, steady = figures(), Row("steady 2,000/s", "msg/s")
-    redis, nats = ConsumerPeer("Redis", "Redis, always", True), ConsumerPeer("NATS", "NATS, 2 minutes", False)
+    redis = ConsumerPeer("Redis", settings="Redis, always", durable=True)
+    nats = ConsumerPeer("NATS", settings="NATS, 2 minutes", durable=False)
     for value in (1_900.0, 2_000.0, 2_100.0):
-        result.at_consumer.add(redis, steady, Sample(value, 2.0, 12.0, 94.04))
+        result.at_consumer.add(redis, steady, Sample(value, p50_ms=2.0, p99_ms=12.0, cpu_us=94.04))
     result.at_consumer.add(nats, steady, Sample(math.nan, failures=3))
     _, _, first, second = result.at_consumer.table()
     assert first == "| steady 2,000/s | Redis | 2,000 msg/s | 2/12 | 94 |"
