@@ -174,7 +174,7 @@ def test_a_csv_file_is_tried_scheduled_repeated_paused_resumed_and_cancelled(tmp
         common = ["--topic", "mail", "--due-column", "when", "--body-json", "--zone", "UTC", "--key-column"]
         common += ["number", "--endpoint", node.endpoint]
 
-        dry_run = run_here("bulk", str(file), *common, "--dry_run-run")
+        dry_run = run_here("bulk", str(file), *common, "--dry-run")
         assert dry_run.returncode == 1, dry_run.stderr
         assert (
             "would schedule 50 messages" in dry_run.stdout and "would be rejected: 1, due:" in dry_run.stdout
