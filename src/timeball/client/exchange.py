@@ -181,9 +181,10 @@ class SendExchange:
 
     @staticmethod
     def _not_sent(reason: TimeballError) -> TimeballError:
-        """Choose the error for a batch that was not written, because the stream has ended for `reason`.
+        """Choose the error if the stream has ended for `reason` before a batch was written, or before it was open.
 
-        A refusal stays as it is, because a new stream would be refused in the same way. Unavailable becomes NotSent.
+        Unavailable and its subclasses become NotSent: another stream may succeed. Any other error is a refusal and
+        stays, because a new stream would be refused in the same way.
         """
         return NotSent(str(reason)) if isinstance(reason, Unavailable) else reason
 
@@ -202,7 +203,10 @@ class SendExchange:
                     pass  # the stream is broken, and the reading thread receives the reason
 
     def close(self) -> None:
-        """Finish, wait at most 5 s for the last answers, and close the stream."""
+        """Finish, wait at most 5 s for the last answers, and close the stream. Batches without an answer are lost.
+
+        First waits for a `submit` in progress.
+        """
         self.finish()
         self._thread.join(_CLOSE_WAIT_S)
         if self._thread.is_alive():

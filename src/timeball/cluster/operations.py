@@ -449,14 +449,15 @@ def _describe_replica(
 ) -> ReplicaState:
     """Describe a replica: "gone" without its registration, "silent" without its report, else as reported.
 
-    `replica`: node and incarnation. `lead_report`: the report of the leader, None without one.
+    `replica`: node and incarnation. `lead_report`: the report of the node that holds the leader's key, which may still
+    be a candidate. None without one. It gives the lag and the clock offset of its followers.
     """
     name = node_of(replica)
     node, report = nodes.get(name), reports.get(name)
-    if node is None or node.replica != replica or report is None or report.replica != replica:
-        return ReplicaState(
-            name, replica, "gone" if node is None or node.replica != replica else "silent", is_in_record
-        )
+    if node is None or node.replica != replica:
+        return ReplicaState(name, replica, "gone", is_in_record)
+    if report is None or report.replica != replica:
+        return ReplicaState(name, replica, "silent", is_in_record)
     peer = _leader_figures_of(lead_report, report)
     lag = None if peer is None or lead_report is None else max(0, lead_report.log_seq - peer.acked_seq)
     return ReplicaState(

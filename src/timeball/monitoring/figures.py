@@ -35,9 +35,9 @@ class PushFigures:
         self.durations = Durations(clock)  # of all requests, successful and failed
         self.late_acks = 0  # messages acknowledged after their lease had ended, so they are delivered again
         self.in_flight = 0  # requests under way
-        self.failures = 0  # failed requests since the last success
-        self.is_held = False
-        self.last_failure = ""
+        self.failures = 0  # failed requests since the last success or change of the subscription
+        self.is_held = False  # True after several failures in a row: one request at a time tests the receiver
+        self.last_failure = ""  # its reason, also why no messages can be received
 
     def add(self, outcome: Outcome, duration_ns: int) -> None:
         """Count a request that has ended."""

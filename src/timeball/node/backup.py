@@ -323,8 +323,8 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
     this number are missing, or in the last segment if a later frame proves that a damaged one was acknowledged.
     """
     for _ in range(ATTEMPTS_MAX):
-        fault = "nothing behind it"
-        written = last_written(segment.buffer, segment.end)
+        fault = "no further frame"
+        written_end = last_written(segment.buffer, segment.end)
         scan = FrameScan(segment.buffer)
         try:
             while (frame := scan.read(segment.end)) is not None:
@@ -337,11 +337,12 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
             fault = str(error)
         if until_seq is None:
             _check_readable(segment.name, segment.buffer, segment.end, segment.buffer.size)
-        # Bytes after the last whole frame belong to a commit that is being written or was never acknowledged, unless a
-        # later frame proves the contrary. If the scan came to the former end of the bytes, the broker has written them
-        # during the scan.
+        # `written_end` is the end of the bytes before the scan. If the scan has read all of them, the bytes after
+        # `segment.end` were written meanwhile. Otherwise they belong to a commit that is being written or was never
+        # acknowledged, unless a later frame proves the contrary.
         if until_seq is None and (
-            segment.end >= written or find_later_proof(segment.buffer, segment.end, segment.next_seq) is None
+            segment.end >= written_end
+            or find_later_proof(segment.buffer, segment.end, segment.next_seq) is None
         ):
             return
         if until_seq == segment.next_seq:

@@ -116,7 +116,7 @@ class FolderDump:
         self.checkpoint = self._checkpoint()  # read before the log, which may grow meanwhile
         self.segments = self._segments()
         in_use = [segment for segment in self.segments if not segment.is_spare]
-        if in_use and self.checkpoint is None and not _is_beginning_kept(in_use):
+        if in_use and self.checkpoint is None and not _is_beginning_explained(in_use):
             text = "the log's beginning is missing, and no snapshot stands for it: restore it from a copy"
             self.damage.append(Damage(segment_name(in_use[0].ordinal - 1), None, text))
         if not in_use and self.checkpoint is not None and self.checkpoint.facts.seq > 1:
@@ -294,19 +294,19 @@ def kind_counts(rows: pa.RecordBatch) -> dict[str, int]:
     return {kind_names.get(kind, str(kind)): count for kind, count in pairs}
 
 
-def _is_beginning_kept(in_use: list[InspectedSegment]) -> bool:
+def _is_beginning_explained(in_use: list[InspectedSegment]) -> bool:
     """Check whether the log begins with its first row, or a snapshot records that retention removed the older rows.
 
-    `in_use`: the segments that are not spare, in order. An unknown beginning counts as kept.
+    `in_use`: the segments that are not spare, in order. An unknown beginning counts as explained.
     """
     first_seq = in_use[0].first_seq
-    if first_seq in (None, 1):
+    if first_seq is None or first_seq == 1:
         return True
     for segment in reversed(in_use):
         for frame in whole_frames(segment.buffer, fmt.ALIGN):
             if frame.flags & fmt.SNAPSHOT:
                 body = fmt.decode_rows(segment.buffer, frame).column("body")[0].as_py()
-                if cp.decode(body).facts.log_from_seq >= (first_seq or 0):
+                if cp.decode(body).facts.log_from_seq >= first_seq:
                     return True
     return False
 

@@ -238,7 +238,8 @@ class DelayLevels(Backlog):
             queue = self._queues.get(number)
             if queue is not None or index.max_offset > index.min_offset:
                 queue = queue or self._make_queue(number, index)
-                # All queues are read, not only those of `waiting`, because the indexes already contain all new entries.
+                # `waiting` does not name the queues of its messages. Their entries are in the indexes before this call,
+                # so the new entries of all queues are these.
                 seq = queue.add_new(now_ms + self._ahead_ms)
                 if seq is not None:
                     opened_seqs.append(seq)

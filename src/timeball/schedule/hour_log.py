@@ -71,7 +71,10 @@ class HourLog(Backlog):
         ahead_ms: int,
         is_local: Callable[[str], bool] | None = None,
     ) -> None:
-        """`is_local` is passed on to PendingFiles."""
+        """`entries`: the live files. `ahead_ms`: added messages that are due within this time count as opened.
+
+        `is_local` checks by its path whether a file can be read now. None: each can be.
+        """
         self.reader, self._thread, self._ahead_ms = reader, reader_thread, ahead_ms
         self.pending = PendingFiles(files, entries, is_local)
         self._tail = DueIndex()
@@ -516,7 +519,10 @@ def _limit_until(files: list[tuple[DataFile, int]], until_ms: int) -> int:
 
 
 def close_far(files: list[DataFile], now_ms: int) -> None:
-    """Close the open files without rows due within OPEN_MS of `now_ms` (reader thread)."""
+    """Close the open files whose rows are all due more than OPEN_MS before `now_ms`, or all more than OPEN_MS after it.
+
+    Reader thread.
+    """
     for file in files:
         entry = file.entry
         # A file that spans the present stays open: it is read every few seconds, and opening it takes some ms.

@@ -139,10 +139,11 @@ def test_too_many_seconds_become_minutes_and_no_row_is_lost(monkeypatch: pytest.
     assert from_due_ms(np.arange(200) * 60_000).width_s == 3_600
 
 
-def test_the_share_of_difference_is_0_for_equal_curves_and_1_for_disjoint_ones() -> None:
+def test_the_share_of_difference_is_0_for_equal_curves_and_1_if_one_is_empty() -> None:
     forecast = from_due_ms(np.array([0, 1_000, 1_000, 60_000]))
     assert share_of_difference(forecast, forecast, Unit.SECOND) == 0
     actual = from_due_ms(np.array([0, 1_000, 2_000, 61_000]))
+    # 4 of 8 rows: one row each at 1, 2, 60 and 61 s.
     assert share_of_difference(forecast, actual, Unit.SECOND) == 0.5
     assert share_of_difference(forecast, actual, Unit.MINUTE) == 0
     assert share_of_difference(forecast, Load(), Unit.DAY) == 1

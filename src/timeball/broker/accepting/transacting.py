@@ -375,13 +375,17 @@ class Transactions:
     # -- checks ----------------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int) -> Half | None:
-        """Find a half message that is due for a check, and schedule its next check. None if no check is due."""
+        """Find a half message that is due for a check, and schedule its next check. None if there is none.
+
+        Half messages whose end is under way are left out.
+        """
         while self._due and self._due[0][0] <= now_ms:
             check_ms, seq = heapq.heappop(self._due)
             half = self._open.get(seq)
             if half is None or half.check_ms != check_ms:
                 continue  # a stale entry: the half message has ended or was postponed
-            # Now and not by the caller: if it fails to ask, the half message must still be in the heap.
+            # Now and not by the caller: if it fails to ask, the half message must still be in the heap. Also for one
+            # that is ending: if its end fails, it stays open and needs its next check.
             self.postpone(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
             if seq not in self._ending:
                 return half

@@ -198,10 +198,12 @@ def reason_text(reason: str) -> str:
 def merge_properties(text: str, adding: dict[str, str]) -> str:
     """Add properties to those of a row, and remove those of earlier delays and deliveries. Returns them encoded.
 
-    The group, the reason and the number of uncounted nacks are replaced. The topic and the first time stay.
+    `adding` replaces the group, the reason (an empty one removes it) and the number of uncounted nacks. RETRY_TOPIC and
+    FIRST_POP_TIME of the first copy stay. If the text would exceed PROPERTIES_BYTES_MAX, added properties are left
+    out, the least important first.
     """
     old_properties = decode_properties(text)
-    # The check point of an earlier delivery would name a position that is done.
+    # The check point of an earlier delivery would name a position that is done. The time of its nack is over.
     dropped = {POP_CK, NACK_TIME}
     if ORIGIN_GROUP not in old_properties:
         dropped.add(NACK_REASON)  # the sender set it: no member has given the message back yet

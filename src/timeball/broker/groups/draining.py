@@ -429,7 +429,8 @@ class DrainReceiver:
     async def adopt(self, question: AdoptHere, caller: Caller) -> None:
         """Adopt a transfer. It is durable on return. Transfer 0 only checks whether this group would accept a drain.
 
-        Raises Forbidden, Conflict, OutOfRange, InvalidMessage and OverLimit. Then no row of the transfer is adopted.
+        Raises Forbidden, Unauthorized, Conflict, OutOfRange, InvalidMessage and OverLimit: then no row of the transfer
+        is adopted. After StorageError, NotLeader or Unavailable it may be adopted, and the sender repeats it.
         """
         self._policy.allow(caller, Verb.ADMIN)
         last_transfer = self._drains.adopted(question.source)

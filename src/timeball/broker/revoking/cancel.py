@@ -104,18 +104,24 @@ async def settle(look_ups: LookUps, names: Names, act: Act, *, ends_selected: bo
 async def settle_found(
     look_ups: LookUps, names: Names, lookup: LookupResult, act: Act, *, ends_selected: bool = False
 ) -> list[Verdict]:
-    """Continue `settle` with the result of the look-up. The caller has passed the gate."""
+    """Continue `settle` with the result of the look-up. The caller holds the gate.
+
+    Removes the candidates from `lookup`, and adds those that selections have cancelled to `lookup.selected`.
+    """
     verdicts, remaining = await look_ups.work_through(lookup, _split_settled, lookup)
     while remaining:
-        # While this request has passed the gate, no selection changes.
-        changes = await look_ups.select(remaining)
-        selected = {number: change.owner for number, change in changes.items() if change.owner is not None}
+        # This request holds the gate, so no selection can change before `act`.
+        change_by_number = await look_ups.select(remaining)
+        selected = {
+            number: change.owner for number, change in change_by_number.items() if change.owner is not None
+        }
         if selected:
             ended = await _settle_selected(remaining, selected, verdicts, act if ends_selected else None)
             look_ups.count_cancelled_by_name(selected[number] for number in ended)
             lookup.selected.update(selected)
-        # `act` decides on the event loop. So a message without a verdict was settled or moved by another request.
-        await act(with_changes(remaining, changes) if changes else remaining, verdicts)
+        # `act` decides on the event loop. So a message without a verdict is no longer pending as it was found: it was
+        # released, cancelled or moved meanwhile, or is being released now.
+        await act(with_changes(remaining, change_by_number) if change_by_number else remaining, verdicts)
         unsettled: list[Candidate] = []
         async for candidates in in_slices(remaining):
             unsettled += [candidate for candidate in candidates if candidate.number not in verdicts]

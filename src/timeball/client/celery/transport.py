@@ -68,8 +68,11 @@ class LeaseQoS(virtual.QoS):
         self._answer(delivery_tag, "nack" if requeue else "dead_letter")
 
     def restore_unacked(self) -> list[Any]:
-        """Give all messages back that have no answer yet. No attempt is counted. Returns an empty list."""
-        self._flush()
+        """Give all messages back that have no answer yet. No attempt is counted.
+
+        Returns no errors, as kombu's method would: the link sends the answers later.
+        """
+        self._flush()  # removes the answered messages from `_delivered`
         for delivery_tag in list(self._delivered):
             self._answer(delivery_tag, "give_back")
         self._flush()
@@ -115,9 +118,13 @@ class TopicChannel(virtual.Channel):
     # ---- publish ----------------------------------------------------------------------------------------
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **options: Any) -> None:
-        """Send a message. It is on the broker's disk on return."""
+        """Send a message to each of its topics. It is on the broker's disk on return.
+
+        Raises ChannelError if no queue is known, and the errors of `messages.fields_of` and `Timeball.send`.
+        """
         self._inplace_augment_message(message, exchange, routing_key)
-        # kombu repeats a publish with the same properties, so the broker recognizes the repetition.
+        # kombu repeats a failed publish with the same properties, so the id stays, by which the broker recognizes the
+        # repetition. kombu draws a new delivery tag each time. It is replaced, because the repeated body must be equal.
         properties = message["properties"]
         properties["delivery_tag"] = properties.setdefault(messages.ID, uuid())
         for topic, tag in self._destinations(message, exchange, routing_key or ""):

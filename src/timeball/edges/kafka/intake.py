@@ -132,9 +132,10 @@ class Intake:
         self._linger_s = LINGER_S  # for the next batch; depends on the due times of the previous one
 
     def run(self, stop: threading.Event) -> None:
-        """Copy records until `stop` is set. Raises SetupError, which needs an operator.
+        """Copy records until `stop` is set, then close the consumer and the source.
 
-        Also raises the errors in `bridge.RESTART_ERRORS`, after which the caller starts again with a new object.
+        Raises the errors in `bridge.RESTART_ERRORS`, after which the caller starts again with a new object. Raises
+        SetupError, Unauthorized, Forbidden and NotFound, which need an operator.
         """
         try:
             self._assign_partitions()

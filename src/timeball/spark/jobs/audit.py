@@ -400,7 +400,11 @@ class Audit:
     def _check_queues(
         self, texts: AuditTexts, scope: Scope, last_audit: AuditSnapshot | None
     ) -> tuple[dict[str, dict[int, int]], list[dict[str, Any]]]:
-        """Check the positions of all queues. Returns (topic -> queue -> next position, up to OFFENDERS_MAX gaps)."""
+        """Check the positions of all queues.
+
+        Returns (topic -> queue -> next position, at most OFFENDERS_MAX queues with gaps or repeated positions). If
+        there are any, the relations of the engine become those of a full audit.
+        """
         last_ends = {} if last_audit is None else last_audit.facts.queues
         ends, has_gaps = {topic: dict(offsets) for topic, offsets in last_ends.items()}, False
         for row in self._engine.query(texts.queues()).to_pylist():

@@ -218,7 +218,11 @@ class AuditTexts:
     def __init__(
         self, engine: Engine, relation: Relation, *, since: int, settled_ms: int, overdue_before_ms: int
     ) -> None:
-        """`since`: the first number that counts. `settled_ms`: messages due earlier are settled or overdue."""
+        """`since`: the first number that counts.
+
+        `settled_ms`: the broker has settled all messages due before it, so their rows do not count as pending.
+        `overdue_before_ms`: pending messages due before it are overdue.
+        """
         names = ("events", "filed", "logged", "placed", "kept", "suspects", "bulk", "judged")
         self._fields = {
             **{name: relation(name) for name in names},

@@ -457,7 +457,7 @@ async def test_a_new_group_begins_at_the_end_if_configured_so(consumer: Consumer
 
 
 @run_with_consumer()
-async def test_the_highest_priority_is_received_first(consumer: Consumer) -> None:
+async def test_the_queue_of_the_highest_priority_is_received_first(consumer: Consumer) -> None:
     broker = consumer.world.broker
     config = TopicConfig(attributes={"message.type": "PRIORITY"})
     await broker.create_topic(TOPIC, 4)
@@ -473,6 +473,7 @@ async def test_the_highest_priority_is_received_first(consumer: Consumer) -> Non
         )
         assert (await consumer.ask("SendMessage", request)).status.code == definition.Code.OK
     messages = [message for _ in range(3) for message in await consumer.receive(batch_size=2)]
+    # 4 queues: the priorities from 3 on share the last queue, in which messages stay in the order of sending.
     assert [message.system_properties.priority for message in messages] == [3, 9, 2, 1, 0, 0]
     assert {message.system_properties.message_type for message in messages} == {
         definition.MessageType.PRIORITY
