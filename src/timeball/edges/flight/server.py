@@ -138,29 +138,10 @@ class FlightEdge:
         now_s: float,
     ) -> Exchange:
         """Create the exchange of a new call: an Upload for a stream of requests, otherwise a FlightCall."""
+        shared = streams, number, is_half_closed, call, self.call_limits, self._serve, now_s
         if method is not None and method.takes_stream:
-            return Upload(
-                streams,
-                number,
-                is_half_closed,
-                call,
-                self.call_limits,
-                self._serve,
-                now_s,
-                self._admit_sender,
-                self._context,
-            )
-        return FlightCall(
-            streams,
-            number,
-            is_half_closed,
-            call,
-            self.call_limits,
-            self._serve,
-            now_s,
-            self._admit,
-            self._calls,
-        )
+            return Upload(*shared, self._admit_sender, self._context)
+        return FlightCall(*shared, self._admit, self._calls)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Identify the caller by the headers of a call. Raises Unauthorized."""
